@@ -59,6 +59,8 @@ def measure(options: argparse.Namespace) -> harness.Record:
     if options.model is None:
         raise LeanError("give the checkpoint: a directory or a .gguf file")
     clones = {name: path for name in PEERS if (path := getattr(options, name)) is not None}
+    if missing := {name for name, _ in options.also} - clones.keys():
+        raise LeanError(f"--also names {min(missing)}, of which there is no clone; give --{min(missing)} CLONE")
     commits = {name: commit_of(PEERS[name], path) for name, path in clones.items()}
     source = open_causal_lm(options.model)
     about = shape_of(source)

@@ -187,6 +187,12 @@ def test_shares_are_read_from_one_word():
         peers.read_shares("84%,all")
 
 
+def test_a_peer_with_more_tokens_needs_its_clone():
+    options = SimpleNamespace(model="model", also=[("palu", 5)], palu=None, transmla=None, mha2mla=None)
+    with pytest.raises(LeanError, match="--also names palu, of which there is no clone; give --palu CLONE"):
+        peers.measure(options)
+
+
 def test_a_peer_with_more_tokens_is_read_from_one_word():
     assert peers.read_also("palu=524288") == ("palu", 524288)
     for text in ("palu", "palu=0", "palu=all", "other=5"):
