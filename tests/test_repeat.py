@@ -21,6 +21,8 @@ PROMPT, STEPS, BATCH, ROOM = 118, 16, 3, 256
 REPEATED = {
     *("baseline", "biases and qk_norm", "borrowed-values", "borrowed-values:heads=…", "cla", "cla-v", "fusedkv-lite"),
     *("gqa", "gqa+skipv1", "identity-key", "identity-query", "identity-value", "latent-keys", "latent-values", "mqa"),
+    *("nonlinear-query", "nonlinear-query:anchor=linear", "nonlinear-key", "nonlinear-key:anchor=linear+gqa"),
+    *("nonlinear-value", "residual-query"),
     *("prefix", "shared blocks", "skipv0", "skipv1", "skipv1-yoco", "skipv2", "skipv3", "skipv4", "svformer"),
     *("values-from-keys", "yoco", "yoco-v"),
 }

@@ -369,8 +369,10 @@ def test_gradient_checkpointing_changes_nothing(variant: Variant) -> None:
     again, recomputed = loss_and_gradients(model, ids)
     assert len(calls) == 3 * uses, "the block was not computed again"
     assert torch.equal(loss, again)
+    # What is small of a gradient is a difference of others that are as large as the largest of all.
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
     for name, gradient in gradients.items():
-        assert_near(recomputed[name], gradient, rounding(torch.float64))
+        assert_near(recomputed[name], gradient, rounding(torch.float64), name, floor=largest)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")

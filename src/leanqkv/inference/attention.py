@@ -22,7 +22,7 @@ from ..model.latent import frequencies_of
 from ..model.latent_heads import LatentAndKeys, attend_to_inputs, attend_turned
 from ..model.position import Rotation
 from .history import History
-from .repeat import Arguments, call, made_of
+from .repeat import NUMBER, POINTER, REAL, Arguments, call, fields, made_of
 from .step import DTYPES, KeyMaps, kernel_source, makes_keys
 
 Heads = Tensor | History
@@ -38,13 +38,11 @@ class _Source(ctypes.Structure):
     """The same, in the same order, as `Source` in attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "pages")),
-        *((name, ctypes.c_int64) for name in ("columns", "skipped", "batch", "head", "row")),
-        *((name, ctypes.c_int64) for name in ("page_batch", "page_start", "page_head", "page_row", "bits")),
-        *((name, ctypes.c_int64) for name in ("scales", "offsets", "scale_head", "groups", "width", "lanes")),
-        ("tails", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("tail_batch", "tail_start", "tail_head", "tail_row")),
-        *((name, ctypes.c_int64) for name in ("row_count", "page_count", "tail_count")),
+        *fields(POINTER, "rows pages"),
+        *fields(NUMBER, "columns skipped batch head row page_batch page_start page_head page_row bits"),
+        *fields(NUMBER, "scales offsets scale_head groups width lanes"),
+        ("tails", POINTER),
+        *fields(NUMBER, "tail_batch tail_start tail_head tail_row row_count page_count tail_count"),
     ]
 
 
@@ -56,16 +54,11 @@ class _Call(Arguments):
     _fields_ = [
         *((name, _Source * PIECES) for name in ("keys", "values")),
         ("plain", _Source),
-        *((name, ctypes.c_void_p) for name in ("query", "mask", "cos", "sin", "frequency", "output", "up", "norm")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "firsts", "paged")),
-        *((name, ctypes.c_int64) for name in ("page", "tail", "batch", "heads", "group", "length")),
-        *((name, ctypes.c_int64) for name in ("threads", "chunks")),
-        *((name, ctypes.c_int64) for name in ("key_pieces", "value_pieces")),
-        *((name, ctypes.c_int64) for name in ("key_heads", "made", "plain_heads", "turned", "frequencies")),
-        *((name, ctypes.c_int64) for name in ("query_batch", "query_head", "table_batch", "table_row")),
-        *((name, ctypes.c_int64) for name in ("mask_batch", "output_batch", "output_head", "padded_right")),
-        *((name, ctypes.c_int64) for name in ("queries", "query_row", "output_row")),
-        *((name, ctypes.c_float) for name in ("scaling", "epsilon")),
+        *fields(POINTER, "query mask cos sin frequency output up norm lengths firsts paged"),
+        *fields(NUMBER, "page tail batch heads group length threads chunks key_pieces value_pieces key_heads made"),
+        *fields(NUMBER, "plain_heads turned frequencies query_batch query_head table_batch table_row mask_batch"),
+        *fields(NUMBER, "output_batch output_head padded_right queries query_row output_row"),
+        *fields(REAL, "scaling epsilon"),
     ]
 
     given = "query", "mask", "cos", "sin"
@@ -174,11 +167,7 @@ def _take_several(key: Heads, values: Sequence[Heads]) -> bool:
 
 
 def one_query_attention_to_pieces(
-    queries: Sequence[Tensor],
-    keys: Sequence[Heads],
-    values: Sequence[Heads],
-    attention_mask: Tensor | None,
-    scaling: float,
+    queries: Sequence[Tensor], keys: Sequence[Heads], values: Sequence[Heads], mask: Tensor | None, scaling: float
 ) -> Tensor | None:
     """The same for keys and values whose columns lie in pieces, each [batch, heads, key positions, columns].
 
@@ -190,10 +179,10 @@ def one_query_attention_to_pieces(
     alike = len({(isinstance(piece, Tensor), *piece.shape[:3]) for piece in (*keys, *values)}) == 1
     if kernel is None or not alike or query.shape[-1] != columns or max(len(keys), len(values)) > PIECES:
         return None
-    if not _fit(query[..., : keys[0].shape[-1]], keys[0], values[:1], attention_mask):
+    if not _fit(query[..., : keys[0].shape[-1]], keys[0], values[:1], mask):
         return None
     output = query.new_empty(len(query), 1, query.shape[1], sum(value.shape[-1] for value in values))
-    kernel(_call(query, keys, values, output[:, 0], attention_mask, scaling))
+    kernel(_call(query, keys, values, output[:, 0], mask, scaling))
     return output
 
 
@@ -331,9 +320,8 @@ def _call(
     if isinstance(key, History):
         places = key.places
         made.lengths, made.paged, made.page = places.lengths.data_ptr(), places.paged.data_ptr(), places.page
-        made.tail = places.tail
+        made.tail, made.padded_right = places.tail, places.padded_right
         made.firsts = None if places.firsts is None else places.firsts.data_ptr()
-        made.padded_right = places.padded_right
     if mask is not None:
         made.held = added = additive(mask)
         made.mask, made.mask_batch = added.data_ptr(), 0 if len(added) == 1 else length
@@ -352,11 +340,10 @@ def _call(
             made.frequency, made.turned = index.data_ptr(), 2 * len(index)
         made.table_batch, made.table_row = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
     made.heads, made.group, made.key_heads = heads, num_heads // heads, key_heads
-    made.threads = torch.get_num_threads()
+    made.threads, made.scaling = torch.get_num_threads(), scaling
     made.fit(batch, length)
     made.query_batch, made.query_head = query.stride()[:2]
     made.output_batch, made.output_head = output.stride()[:2]
-    made.scaling = scaling
     return made
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..compat import compile_cpp
 from ..model.cache_quantized import BLOCK, PageLayout
+from .repeat import NUMBER, POINTER, fields
 from .step import kernel_source
 
 
@@ -16,11 +17,9 @@ class _Quantize(ctypes.Structure):
     """The same, in the same order, as `Quantize` in codes.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("states", "pages")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "blocks", "columns")),
-        *((name, ctypes.c_int64) for name in ("state_batch", "state_head", "state_token")),
-        *((name, ctypes.c_int64) for name in ("page_bytes", "code_bytes", "bits", "lanes", "depth")),
-        *((name, ctypes.c_int64) for name in ("per_token", "groups", "width", "head_scales", "threads")),
+        *fields(POINTER, "states pages"),
+        *fields(NUMBER, "batch heads blocks columns state_batch state_head state_token page_bytes"),
+        *fields(NUMBER, "code_bytes bits lanes depth per_token groups width head_scales threads"),
     ]
 
 

@@ -1,7 +1,8 @@
 """Both halves of a usual layer as one call each: what comes before attention reads the cache, and what follows it.
 
 A call runs a list of step.cpp's operations, with every result in memory of its own that only it sees. A layer is usual
-if its projections are linear, its MLP is gated and its skips are plain; all others go through their modules.
+if its projections are linear, identities or begin with a linear map, and its skips are plain; all others go through
+their modules.
 """
 
 import ctypes
@@ -18,40 +19,39 @@ from ..model.layers import MLP, GatedMLP
 from ..model.layout import LayerPlan
 from ..model.position import Rotation, rotation_of
 from ..model.projection_identity import IdentityProjection
+from ..model.projection_nonlinear import NonlinearProjection
+from ..model.query_residual import ResidualQuery
 from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
-from .repeat import Arguments, call
+from .repeat import NUMBER, POINTER, REAL, Arguments, call, fields
 from .step import ACTIVATIONS, ROWS, FusedNorm, HeadProduct, Product, kernels_for
 
-MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD, COPY, ACTIVATE = range(8)
+MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD, COPY, ACTIVATE, SCALE = range(9)
 
 
 class _Operation(ctypes.Structure):
     """The same, in the same order, as `Operation` in step.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("kind", "first", "second", "output", "width", "count")),
-        *(("data", ctypes.c_void_p), ("bias", ctypes.c_void_p)),
-        *(("offset", ctypes.c_float), ("eps", ctypes.c_float)),
+        *fields(NUMBER, "kind first second output width count"),
+        *fields(POINTER, "data bias"),
+        *fields(REAL, "offset eps"),
     ]
 
 
 class _Tables(ctypes.Structure):
     """The same, in the same order, as `Tables` in step.cpp."""
 
-    _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
-    _fields_ += [("turned", ctypes.c_int64), ("batch", ctypes.c_int64)]
+    _fields_ = [*fields(POINTER, "cos sin"), *fields(NUMBER, "turned batch")]
 
 
 class _Run(Arguments):
     """The same, in the same order, as `Run` in step.cpp."""
 
     _fields_ = [
-        *(("operations", ctypes.c_void_p), ("count", ctypes.c_int64)),
-        *(("given", ctypes.c_void_p), ("num_given", ctypes.c_int64)),
-        *(("widths", ctypes.c_void_p), ("num_buffers", ctypes.c_int64), ("rows", ctypes.c_int64)),
-        *(("tables", ctypes.c_void_p), ("threads", ctypes.c_int64)),
+        *(("operations", POINTER), ("count", NUMBER), ("given", POINTER), ("num_given", NUMBER)),
+        *(("widths", POINTER), ("num_buffers", NUMBER), ("rows", NUMBER), ("tables", POINTER), ("threads", NUMBER)),
     ]
     held: tuple[Any, Any]  # what `given` and `tables` point to
 
@@ -114,21 +114,28 @@ class Program:
         """Add an activation, in place."""
         return self._add(ACTIVATE, first, 0, first, self.widths[first], activation)
 
-    def add(self, first: int, second: int, output: int) -> int:
-        """Add a sum."""
-        return self._add(ADD, first, second, output, self.widths[first])
+    def add(self, first: int, second: int, output: int, factor: float = 1.0) -> int:
+        """Add a sum times a factor."""
+        return self._add(ADD, first, second, output, self.widths[first], offset=factor)
+
+    def scale(self, first: int, normed: int, eps: float) -> int:
+        """Add a division, in place, by the rms of another buffer's rows."""
+        return self._add(SCALE, first, normed, first, self.widths[first], self.widths[normed], eps=eps)
 
     def copy(self, first: int, output: int) -> int:
         """Add a copy."""
         return self._add(COPY, first, 0, output, self.widths[first])
 
-    def _add(self, *operation: Any, held: Any = None) -> int:
-        self._listed.append(_Operation(*operation))
+    def _add(self, *operation: Any, held: Any = None, **reals: float) -> int:
+        self._listed.append(_Operation(*operation, **reals))
         self._held.append(held)
         return self._listed[-1].output
 
-    def run(self, kernels: Any, given: Sequence[Tensor], rows: int, rotation: Rotation | None = None) -> None:
-        """Run the operations; `given` are contiguous, [rows, width] of those widths."""
+    def run(self, kernels: Any, inputs: Sequence[Tensor], rotation: Rotation | None = None) -> list[Tensor]:
+        """Run the operations on the first of what is given, and return the others, [rows, width] of those widths."""
+        rows = len(inputs[0])
+        results = [inputs[0].new_empty((rows, width)) for width in self.widths[len(inputs) : self.num_given]]
+        given = [*(one.contiguous() for one in inputs), *results]
         if not hasattr(self, "_operations"):
             self._operations = (_Operation * len(self._listed))(*self._listed)
             self._widths = (ctypes.c_int64 * len(self.widths))(*self.widths)
@@ -147,6 +154,7 @@ class Program:
         )
         arguments.held = pointers, tables
         call(kernels.run, arguments)
+        return results
 
 
 def use_programs(model: nn.Module) -> None:
@@ -167,14 +175,16 @@ class ProjectedHeads:
     positions."""
 
     out_of: HeadProduct | None = None  # what makes heads of what they attended to, where that is something else
-    takes_identities = True
+    only_linear = False  # whether projections have to be
 
-    def __init__(self, attention: LeanAttention, product: Product, linear: Sequence[str], identities: Sequence[str]):
-        """linear, identities: of "qkv", those that the product makes, in its order, and those that are the input."""
+    def __init__(self, attention: LeanAttention, product: Product, mapped: Sequence[str], others: Sequence[str]):
+        """mapped, others: of "qkv", those that begin with the product, in its order, and those whose heads it does not
+        give."""
         self.attention, self.product, self.head_dim = attention, product, attention.head_dim
-        self.identities = identities
-        widths = [*product.outputs, *(product.inputs for _ in identities)]
-        self.heads = dict(zip((*linear, *identities), (width // self.head_dim for width in widths), strict=True))
+        widths = [getattr(attention, f"{name}_proj").width for name in others]
+        self.widths = [product.inputs, *product.outputs, *widths]
+        self.mapped = {name: place for place, name in enumerate(mapped, 1)}
+        self.places = self.mapped | {name: place for place, name in enumerate(others, len(mapped) + 1)}
         self.programs = self.make_programs(None)
         self.plain = attention.project_heads
 
@@ -182,16 +192,18 @@ class ProjectedHeads:
     def of(cls, attention: LeanAttention) -> "Self | None":
         """Return None for an attention whose heads are more than that."""
         made = {name: layer for name in "qkv" if (layer := getattr(attention, f"{name}_proj")) is not None}
-        identities = [name for name, layer in made.items() if _is_whole_input(layer, attention.config.hidden_size)]
-        linear = [name for name in made if name not in identities]
-        product = joint_product(attention, [made[name] for name in linear])
-        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-        if product is None or "q" not in made or attention.g_proj is not None:
+        inputs = [name for name, layer in made.items() if _is_whole_input(layer, attention.config.hidden_size)]
+        mapped = [name for name in made if name not in inputs]
+        more = [name for name in mapped if type(made[name]) in (NonlinearProjection, ResidualQuery)]
+        several = len(mapped) > 1  # and so joined, with the norm of a bottleneck in its weights
+        starts = [getattr(made[name], "down_proj", made[name]) if several else made[name] for name in mapped]
+        product = joint_product(attention, starts)
+        if product is None or "q" not in made or attention.g_proj is not None or (cls.only_linear and more + inputs):
             return None
-        if identities and not cls.takes_identities:
-            return None
-        readable = all(_is_readable(norm, attention.head_dim, product) for norm in norms)
-        return cls(attention, product, linear, identities) if readable else None
+        norms = attention.q_norm, attention.k_norm
+        readable = all(norm is None or _is_readable(norm, attention.head_dim, product) for norm in norms)
+        readable = readable and all(_is_readable_rest(made[name], product) for name in more)
+        return cls(attention, product, mapped, more + inputs) if readable else None
 
     def make_programs(self, first_norm: nn.Module | None) -> dict[bool, Program]:
         """Programs without and with rotary positions."""
@@ -199,14 +211,18 @@ class ProjectedHeads:
 
     def make_program(self, first_norm: nn.Module | None, turns: bool) -> Program:
         """A program of the input, normed or to be normed, and the outputs."""
-        program = Program([self.product.inputs, *(number * self.head_dim for number in self.heads.values())])
+        program = Program(self.widths)
         normed = program.norm(first_norm, 0)
         program.multiply(self.product, normed, 1)
-        for output, (name, number) in enumerate(self.heads.items(), 1):
-            made = program.copy(normed, output) if name in self.identities else output
-            program.norm(getattr(self.attention, f"{name}_norm", None), made, output, number)
+        for name, place in self.places.items():
+            heads = self.widths[place] // self.head_dim
+            if name not in self.mapped:
+                program.copy(normed, place)
+            elif place != self.mapped[name]:
+                _add_rest(program, getattr(self.attention, f"{name}_proj"), normed, self.mapped[name], place)
+            program.norm(getattr(self.attention, f"{name}_norm", None), place, place, heads)
             if turns and name != "v":
-                program.turn(output, number)
+                program.turn(place, heads)
         return program
 
     def kernels(self, hidden_states: Tensor, rotation: Rotation | None) -> Any | None:
@@ -218,10 +234,9 @@ class ProjectedHeads:
 
     def run(self, programs: dict[bool, Program], kernels: Any, hidden_states: Tensor, rotation: Rotation | None) -> Any:
         """Return query, key and value, [batch, heads, 1, head_dim]; None for what is not computed."""
-        rows = len(hidden_states)
-        found = {name: hidden_states.new_empty((rows, n, 1, self.head_dim)) for name, n in self.heads.items()}
-        programs[rotation is not None].run(kernels, [hidden_states.contiguous(), *found.values()], rows, rotation)
-        return found["q"], found.get("k"), found.get("v")
+        rows, found = len(hidden_states), programs[rotation is not None].run(kernels, [hidden_states], rotation)
+        heads = {name: found[place - 1].view(rows, -1, 1, self.head_dim) for name, place in self.places.items()}
+        return heads["q"], heads.get("k"), heads.get("v")
 
     def attend(
         self, heads: Any, layer: LayerPlan, position_embeddings: Any = None, mlp_hidden: Any = None, **kwargs: Any
@@ -242,7 +257,7 @@ class ProjectedHeads:
 class ProjectedLatents(ProjectedHeads):
     """The same for an attention with latents, each of which is absorbed: queries are on the latent of keys."""
 
-    takes_identities = False
+    only_linear = True
 
     @classmethod
     def of(cls, attention: Any) -> "Self | None":
@@ -251,7 +266,7 @@ class ProjectedLatents(ProjectedHeads):
         if any(up is not None and product is None for up, product in zip(ups, products, strict=True)):
             return None
         found = super().of(attention)
-        if found is None or list(found.heads) != ["q", "k", "v"]:
+        if found is None or list(found.places) != ["q", "k", "v"]:
             return None
         dtypes = {product.weight.dtype for product in products if product is not None}
         return found if dtypes <= {found.product.weight.dtype} else None
@@ -280,9 +295,7 @@ class ProjectedLatents(ProjectedHeads):
     def run(self, programs: dict[bool, Program], kernels: Any, hidden_states: Tensor, rotation: Rotation | None) -> Any:
         """Return query, key and value, [batch, heads, 1, columns], a latent as one head; and the key as it is before
         rotary positions, [batch, 1, width]."""
-        rows, program = len(hidden_states), programs[rotation is not None]
-        found = [hidden_states.new_empty((rows, width)) for width in program.widths[1:6]]
-        program.run(kernels, [hidden_states.contiguous(), *found], rows, rotation)
+        rows, found = len(hidden_states), programs[rotation is not None].run(kernels, [hidden_states], rotation)
         plain_query, plain_key, value, query, key = found
         if rotation is None:
             query, key = plain_query if self.into is None else query, plain_key
@@ -363,19 +376,14 @@ class RestOfBlock:
         program.add(read, down, 2)
         return program
 
-    def run(self, program: Program, kernels: Any, stream: Tensor, attended: Tensor) -> Tensor:
-        """Return the stream behind the block."""
-        after = torch.empty_like(stream, memory_format=torch.contiguous_format)
-        program.run(kernels, [stream.contiguous(), attended.contiguous(), after], len(stream))
-        return after
-
     def __call__(self, attended: Tensor, normed: Tensor, read: Tensor, write: Any) -> tuple[Tensor, Any]:
         rows, positions, _ = read.shape
         fits = positions == 1 and rows <= ROWS and attended.shape == read.shape and attended.dtype == read.dtype
         kernels = kernels_for(read, self.product.weight) if fits else None
         if kernels is None:
             return self.plain(attended, normed, read, write)
-        return self.run(self.program, kernels, read, attended), None
+        [after] = self.program.run(kernels, [read, attended])
+        return after[:, None], None
 
 
 def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
@@ -402,7 +410,8 @@ def usual_forward(block: LeanBlock) -> Callable[..., Any] | None:
             return plain(hidden_states, layer, streams, **kwargs)
         found = heads.run(before, kernels, hidden_states, rotation)
         attended, own = heads.attend(found, layer, **kwargs)
-        return rest.run(after, kernels, hidden_states, attended), own, None, None
+        [stream] = after.run(kernels, [hidden_states, attended])
+        return stream[:, None], own, None, None
 
     return forward
 
@@ -416,8 +425,32 @@ def joint_product(module: Any, linear: Sequence[Any]) -> Product | None:
     if not isinstance(joined, JoinedProjections) or joined._once is None or joined.layers != list(linear):
         return None
     product = joined._once[1]
-    plain = all(type(layer) is nn.Linear for layer in linear) and isinstance(product, Product) and product.readable
-    return product if plain else None  # type: ignore[return-value]
+    return product if isinstance(product, Product) and product.readable else None
+
+
+def _is_readable_rest(projection: Any, product: Product) -> bool:
+    """Whether `_add_rest` can be told what a projection does behind its first linear map."""
+    if type(projection) is ResidualQuery:
+        return projection.width == product.inputs
+    anchor, norm, width = projection.anchor, projection.norm_out, projection.width
+    return (
+        type(projection.activation) in ACTIVATIONS
+        and _is_readable_product(projection.up_proj, product)
+        and (_is_identity(norm) or _is_readable(norm, width, product))
+        and (width == product.inputs if anchor is None else _is_readable_product(anchor, product))
+    )
+
+
+def _add_rest(program: Program, projection: Any, normed: int, mapped: int, output: int) -> None:
+    """Add what a projection does behind its first linear map, which gives `mapped`."""
+    anchor = normed
+    if not isinstance(projection, ResidualQuery):
+        if not isinstance(projection.norm_in, nn.Identity):
+            program.scale(mapped, normed, projection.eps)
+        bottleneck = program.activate(mapped, ACTIVATIONS[type(projection.activation)])
+        mapped = program.norm(projection.norm_out, program.multiply(projection.up_proj.product, bottleneck))
+        anchor = normed if projection.anchor is None else program.multiply(projection.anchor.product, normed)
+    program.add(anchor, mapped, output, 0.5)
 
 
 def _is_readable_product(linear: nn.Module, product: Product) -> bool:

@@ -29,6 +29,14 @@ EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, t
 TRIES = 3
 
 
+POINTER, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of a structure, all of one kind."""
+    return [(name, kind) for name in names.split()]
+
+
 class Arguments(ctypes.Structure):
     """What a kernel is called with: its address is the only argument, and it returns whether it did its work."""
 
@@ -57,7 +65,7 @@ class Arguments(ctypes.Structure):
 class _Noted(ctypes.Structure):
     """The same, in the same order, as `Noted` in step.cpp."""
 
-    _fields_ = [("function", ctypes.c_void_p), ("arguments", ctypes.c_void_p)]
+    _fields_ = fields(POINTER, "function arguments")
 
 
 def call(function: Callable[[Any], bool], arguments: Arguments) -> bool:

@@ -179,6 +179,18 @@ void by_head(const ByHead& call) {
 
 // --- norms, rotary positions, gates -------------------------------------------------------------------------------------
 
+// What RMSNorm multiplies a row by: 1 / rms of its numbers less their mean.
+template <typename T>
+Floats row_scale(const T* from, int64_t width, float mean, float eps) {
+  Floats squares(0.0f);
+  for (int64_t d = 0; d < width; d += kFloats) {
+    const Floats read = floats(from + d, width - d) - Floats(mean);
+    const Floats there = Floats::set(Floats(0.0f), read, std::min(width - d, kFloats));
+    squares = at::vec::fmadd(there, there, squares);
+  }
+  return Floats(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+}
+
 // `input * (offset + weight) / rms(input) + bias`, [rows, width]; see OffsetRMSNorm in model/layers.py. A LayerNorm takes
 // off the mean before. The bias may be null.
 template <typename T>
@@ -191,13 +203,7 @@ void norm(
     Floats all(0.0f);
     for (int64_t d = 0; centered && d < width; d += kFloats) all = all + floats(from + d, width - d);
     const float mean = sum(all) / float(width);
-    Floats squares(0.0f);
-    for (int64_t d = 0; d < width; d += kFloats) {
-      const Floats read = floats(from + d, width - d) - Floats(mean);
-      const Floats there = Floats::set(Floats(0.0f), read, std::min(width - d, kFloats));
-      squares = at::vec::fmadd(there, there, squares);
-    }
-    const Floats scale(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+    const Floats scale = row_scale(from, width, mean, eps);
     for (int64_t d = 0; d < width; d += kFloats) {
       const Floats factor = floats(weight + d, width - d) + Floats(offset);
       const Floats added = bias ? floats(bias + d, width - d) : Floats(0.0f);
@@ -271,16 +277,17 @@ void gate(const T* gate, const T* up, int64_t size, int64_t activation, T* outpu
 
 // --- several operations in one call -------------------------------------------------------------------------------------
 
-enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead, kCopy, kActivate };
+enum Kind : int64_t { kMultiply, kNorm, kTurn, kGate, kAdd, kByHead, kCopy, kActivate, kScale };
 
 // An operation on buffers, which are named by number; the same, in the same order, as `_Operation` in step.py.
 struct Operation {
   int64_t kind, first, second, output;  // second: of a norm, whether it takes off the mean
   int64_t width;        // of a row of the first buffer; of a head of those normed, turned or multiplied each by its own
-  int64_t count;        // maps, whose outputs are buffers that follow each other; heads; or the activation
+  int64_t count;        // maps, whose outputs are buffers that follow each other; heads; the activation; or, of a scale,
+                        // the width of a row of the second buffer, by whose rms the first is divided
   const void* data;     // maps, the norm's weight, or the frequencies that heads are turned by
   const void* bias;     // of a norm; or null
-  float offset, eps;    // of a norm
+  float offset, eps;    // of a norm; what a sum is multiplied by; of a scale, eps
 };
 
 struct Tables {
@@ -350,7 +357,7 @@ bool run(const Run& call) {
       case kAdd:
         for (int64_t d = 0; d < rows * width; d += kFloats) {
           const int64_t left = rows * width - d;
-          store(floats(first + d, left) + floats(second + d, left), output + d, left);
+          store((floats(first + d, left) + floats(second + d, left)) * Floats(one->offset), output + d, left);
         }
         break;
       case kCopy:
@@ -358,6 +365,15 @@ bool run(const Run& call) {
         break;
       case kActivate:
         gate<T>(first, nullptr, rows * width, one->count, output, threads);
+        break;
+      case kScale:
+        for (int64_t m = 0; m < rows; ++m) {
+          const Floats scale = row_scale(second + m * one->count, one->count, 0.0f, one->eps);
+          for (int64_t d = m * width; d < (m + 1) * width; d += kFloats) {
+            const int64_t left = (m + 1) * width - d;
+            store(floats(first + d, left) * scale, output + d, left);
+          }
+        }
     }
   }
   return true;

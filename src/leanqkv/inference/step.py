@@ -22,7 +22,7 @@ from ..model.attention import Attention
 from ..model.latent import Absorbing, absorb, frequencies_of, is_absorbable, is_rewritten, restore, rotate_columns
 from ..model.layers import MLP, GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
-from .repeat import Arguments, call, not_noted
+from .repeat import NUMBER, POINTER, Arguments, call, fields, not_noted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of input up to which the kernel multiplies faster than PyTorch.
@@ -37,18 +37,17 @@ NORMS = nn.RMSNorm, OffsetRMSNorm, nn.LayerNorm
 class _Map(ctypes.Structure):
     """The same, in the same order, as `Map` in step.cpp."""
 
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
+    _fields_ = [*fields(POINTER, "weight bias"), *fields(NUMBER, "outputs")]
 
 
 class _Turn(Arguments):
     """The same, in the same order, as `Turn` in step.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("heads", "cos", "sin", "output")),
-        *((name, ctypes.c_int64) for name in ("batch", "num_heads", "positions", "head_dim", "turned")),
-        *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "position_stride")),
-        *((name, ctypes.c_int64) for name in ("table_batch", "table_position", "threads")),
-        *(("frequency", ctypes.c_void_p), ("frequencies", ctypes.c_int64)),
+        *fields(POINTER, "heads cos sin output"),
+        *fields(NUMBER, "batch num_heads positions head_dim turned batch_stride head_stride position_stride"),
+        *fields(NUMBER, "table_batch table_position threads"),
+        *(("frequency", POINTER), ("frequencies", NUMBER)),
     ]
     given = "heads", "cos", "sin"
 
@@ -57,8 +56,8 @@ class _ByHead(Arguments):
     """The same, in the same order, as `ByHead` in step.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "input", "output")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "outputs", "inputs", "threads")),
+        *fields(POINTER, "weight bias input output"),
+        *fields(NUMBER, "batch heads group outputs inputs threads"),
     ]
     given = ("input",)
 
@@ -67,9 +66,8 @@ class _Write(Arguments):
     """The same, in the same order, as `Write` in step.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "target", "places")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "row")),
-        *((name, ctypes.c_int64) for name in ("from_batch", "from_head", "to_batch", "to_head", "to_place", "place")),
+        *fields(POINTER, "source target places"),
+        *fields(NUMBER, "batch heads row from_batch from_head to_batch to_head to_place place"),
     ]
     given = "source", "target"
 

@@ -124,15 +124,7 @@ class LeanAttention(Attention):
         self.mixer = layer.build_mixer(config)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        layer: LayerPlan,
-        position_embeddings: Rotations | None = None,
-        attention_mask: Tensor | None = None,
-        borrowed: dict[int, KeyValues] | None = None,
-        past_key_values: Cache | None = None,
-        mlp_hidden: Tensor | None = None,
-        **kwargs,
+        self, hidden_states: Tensor, layer: LayerPlan, *, position_embeddings=None, mlp_hidden=None, **kwargs
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
         """Attention of one layer.
 
@@ -140,10 +132,8 @@ class LeanAttention(Attention):
             hidden_states: [batch, positions, hidden_size], after the block's norm.
             layer: where the heads come from and what is cached.
             position_embeddings: rotary `(cos, sin)` by the name of their parameters, or None without RoPE.
-            attention_mask: as `make_masks` makes it for the attention implementation in use.
-            borrowed: keys and values of the earlier layers that this one borrows from.
-            past_key_values: the cache; what this layer computes is appended to it.
             mlp_hidden: [batch, positions, intermediate_size], of the previous block, for `mlp-query`.
+            kwargs: mask, borrowed heads and cache, as `attend_heads` takes them.
 
         Returns:
             output [batch, positions, hidden_size]; attention weights [batch, heads, positions, key positions] (eager
@@ -151,8 +141,7 @@ class LeanAttention(Attention):
         """
         rotation = rotation_of(layer, position_embeddings)
         query, key, value, gate = self.project_heads(hidden_states, mlp_hidden, rotation)
-        heads = query, key, value, layer, hidden_states, rotation
-        output, attention_weights, own = self.attend_heads(*heads, attention_mask, borrowed, past_key_values, **kwargs)
+        output, attention_weights, own = self.attend_heads(query, key, value, layer, hidden_states, rotation, **kwargs)
         return self.project_output(output, gate), attention_weights, own
 
     def attend_heads(
@@ -168,7 +157,13 @@ class LeanAttention(Attention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None, KeyValues]:
-        """What `forward` does with what `project_heads` gives: cache and attend; the output is still in heads."""
+        """What `forward` does with what `project_heads` gives: cache and attend; the output is still in heads.
+
+        Args:
+            attention_mask: as `make_masks` makes it for the attention implementation in use.
+            borrowed: keys and values of the earlier layers that this one borrows from.
+            past_key_values: the cache; what this layer computes is appended to it.
+        """
         if layer.value.reuses_keys and layer.computed_value_heads:
             value = key[:, : layer.computed_value_heads]
 
