@@ -1,7 +1,7 @@
 """What a smaller cache costs in tasks, question by question: a checkpoint with a quantized cache, and latents of it.
 
 Tasks are those of `leanqkv eval --tasks` that are made of local files. All models answer the same questions. Changes
-are paired, and p is McNemar's.
+are paired, and p is McNemar's. What is scored is kept in a file beside --out; the same command goes on from there.
 
     python benchmarks/tasks.py MODEL.gguf --tasks piqa:FOLDER cloze:book.txt --limit 500 --out results/real/tasks.json
     python benchmarks/tasks.py MODEL.gguf --tasks needle:book.txt recall --kinds unrotated-latents --limit 100 \\
@@ -10,6 +10,7 @@ are paired, and p is McNemar's.
 """
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +29,10 @@ from leanqkv.convert.conversion import calibration_tokens
 from leanqkv.convert.sweeps import Sweeps
 from leanqkv.convert.targets import BUDGETED, TARGETS, read_options
 from leanqkv.data.prepare import prepare_data
+from leanqkv.environment import git_commit
 from leanqkv.errors import LeanError
 from leanqkv.evaluate.harness import load_tasks, paired_answers, task_scores
+from leanqkv.files import read_json, write_json
 from leanqkv.report.text import signed
 
 SOURCE = "source"
@@ -68,20 +71,40 @@ def measure(options: argparse.Namespace) -> harness.Record:
     data = prepare_data(options.calibration, vocab_size=config.vocab_size, tokenizer=str(source.directory))
     tokens = calibration_tokens(data, config, options.tokens, options.length)
     tasks = load_tasks(options.tasks, None, tokenizer, options.context)
-    rows: list[dict[str, Any]] = []
-    first: Any = None
-    for name, model, bits, ranked in models(source, options, tokens):
-        with torch.inference_mode():
-            scores = task_scores(model, tokenizer, tasks, limit=options.limit, cache_bits=bits)
-        first = scores if first is None else first
-        pairs = {task: paired_answers(first.answers[task], found) for task, found in scores.answers.items()}
-        share = bits.bytes_per_token(model.config.plan, torch.bfloat16) / config.plan.kv_bytes_per_token(torch.bfloat16)
-        rows.append({"model": name, "share": share, "ranks": ranked, "tasks": scores.figures, "paired": pairs})
-        rows[-1]["requests_that_read_the_cache"] = scores.cached
-        print(cells(rows[-1], *rows[-1]["tasks"]), flush=True)
     calibration = {**data.record(), "tokens": tokens.size, "sequence_length": options.length}
     about = {"source": options.source.name, "sha256": source_hashes(source)}
-    return {**about, "calibration": calibration, "limit": options.limit, "rows": rows}
+    record: harness.Record = {**about, "calibration": calibration, "limit": options.limit}
+    place, done, answers = None, dict[str, Any](), None
+    if options.out is not None:
+        made_by = {"git_commit": git_commit(), **{name: str(value) for name, value in vars(options).items()}}
+        place, started = options.out.with_suffix(".partial.json"), {"made_by": made_by, **record}
+        done = scored(place, started)
+    for name, model, bits, ranked in models(source, options, tokens):
+        if name not in done:
+            with torch.inference_mode():
+                scores = task_scores(model, tokenizer, tasks, limit=options.limit, cache_bits=bits)
+            whole = config.plan.kv_bytes_per_token(torch.bfloat16)
+            share = bits.bytes_per_token(model.config.plan, torch.bfloat16) / whole
+            row = {"model": name, "share": share, "ranks": ranked, "tasks": scores.figures}
+            done[name] = row | {"requests_that_read_the_cache": scores.cached, "answers": scores.answers}
+            if place is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_json(place, started | {"rows": [*done.values()]})
+        row = done[name]
+        answers = row["answers"] if answers is None else answers
+        row["paired"] = {task: paired_answers(answers[task], found) for task, found in row["answers"].items()}
+        print(cells(row, *row["tasks"]), flush=True)
+    if place is not None:
+        place.unlink(missing_ok=True)
+    rows = [{key: value for key, value in row.items() if key != "answers"} for row in done.values()]
+    return {**record, "rows": rows}
+
+
+def scored(place: Path, started: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return by its name what an earlier start with the same options scored; nothing, of others."""
+    found = read_json(place) if place.exists() else {}
+    rows = found.pop("rows", [])
+    return {row["model"]: row for row in rows} if found == json.loads(json.dumps(started)) else {}
 
 
 def cells(row: dict[str, Any], *names: str) -> list[str]:

@@ -3,9 +3,11 @@
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import pytest
+import tasks as benchmark
 import torch
 from scipy.stats import binom
 from shapes import randomize, tiny
@@ -216,3 +218,37 @@ def test_tasks_of_one_name_differ_by_their_questions(place, tokenizer) -> None:
         load_tasks([f"needle:{place / 'book.txt'}"], None, tokenizer, 5000)
     with pytest.raises(LeanError, match="needle has as many tokens as the model's context"):
         load_tasks([f"needle:{place / 'book.txt'}"])
+
+
+def test_the_benchmark_goes_on_where_it_ended(place, tmp_path, monkeypatch, capsys):
+    """benchmarks/tasks.py: what is scored is not scored again, and the record is that of a start without an end."""
+
+    def run(out: Path, *changes: str) -> dict:
+        sizes = ("--limit", "4", "--context", "128", "--tokens", "512", "--length", "64", "--calibration")
+        given = (str(place / "model"), "--tasks", f"piqa:{place / 'piqa'}", *sizes, str(place / "book.txt"))
+        options = ("--kinds", "latents", "--shares", "0.75", "--bits", "4", *changes, "--out", str(out))
+        monkeypatch.setattr(sys, "argv", ["benchmarks/tasks.py", *given, *options])
+        benchmark.main()
+        return json.loads(out.read_text())
+
+    expected, score, scored = run(tmp_path / "whole.json"), benchmark.task_scores, []
+
+    def ends(*given, **options):
+        scored.append(options["cache_bits"].name)
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        return score(*given, **options)
+
+    monkeypatch.setattr(benchmark, "task_scores", ends)
+    out = tmp_path / "record.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(out)
+    assert not out.exists()
+    assert run(out)["rows"] == expected["rows"]
+    assert len(scored) == 4 and sorted(tmp_path.iterdir()) == [out, tmp_path / "whole.json"]
+    # Other options begin anew.
+    scored.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(out)
+    run(out, "--limit", "3")
+    assert len(scored) == 6
