@@ -204,6 +204,7 @@ def decode_table(record: dict[str, Any]) -> str:
         milliseconds = row["milliseconds"]
         first, second = milliseconds
         rate = row["gigabytes_per_second"][second]
+        copied = record.get("measured_again", {}).get(row["model"], record)["copy_gigabytes_per_second"]
         rows.append(
             (
                 row["model"] + (f", {second}" if row["model"] == "mla" else ""),
@@ -214,7 +215,7 @@ def decode_table(record: dict[str, Any]) -> str:
                 _range(row["predicted"]),
                 _range([row[what][second] / 1e6 for what in ("bytes", "bytes_read_again")], ".0f"),
                 f"{rate:.0f}",
-                f"{rate / record['copy_gigabytes_per_second']:.0%}",
+                f"{rate / copied:.0%}",
             )
         )
     headers = ("decoding", "batch", "context", "step, ms", "speed", "by bytes", "bytes, MB", "GB/s", "of a copy's")
