@@ -325,3 +325,25 @@ def test_products_by_head(dtype, needs_compiler):
             eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
             assert found is not None and (found.double() - expected).abs().max() <= eps * expected.abs().max()
     assert HeadProduct(weight)(given[:, :-1].double()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [(1, 0, 3, 2), (40, 1, 0, 31)], ids=str)
+def test_queries_on_complex_columns(dtype, columns, needs_compiler):
+    """Every pair of a query's numbers meets the columns of its own frequency alone; in loops."""
+    generator = torch.Generator().manual_seed(sum(columns))
+    for batch, heads, group in ((1, 3, 3), (3, 2, 1), (2, 1, 40)):
+        weight = torch.randn(heads, sum(columns), 2, generator=generator).to(dtype)
+        query = torch.randn(batch, heads * group, 8, generator=generator).to(dtype)
+        with torch.no_grad():
+            found = HeadProduct(weight, columns=columns, inputs=8)(query)
+        expected = torch.zeros(batch, heads * group, 2 * sum(columns), dtype=torch.complex128)
+        places = [f for f, count in enumerate(columns) for _ in range(count)]
+        for column, f in enumerate(places):
+            for head in range(heads * group):
+                own = torch.view_as_complex(weight.double())[head // group, column]
+                asked = torch.complex(query[:, head, f].double(), query[:, head, 4 + f].double())
+                expected[:, head, column] = own.conj() * asked
+        expected = torch.cat((expected[..., : sum(columns)].real, expected[..., : sum(columns)].imag), -1)
+        eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
+        assert found is not None and (found.double() - expected).abs().max() <= eps * expected.abs().max()

@@ -5,14 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, generation
 from transformers.cache_utils import Cache
 
 from ..cache_bits import CacheBits
@@ -312,16 +305,13 @@ def logits_warpers(
     temperature: float, top_k: int | None, top_p: float | None, min_p: float | None = None
 ) -> LogitsProcessorList:
     """Return what turns logits into those to sample from."""
-    warpers = LogitsProcessorList()
-    if temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(temperature))
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p is not None and top_p < 1.0:
-        warpers.append(TopPLogitsWarper(top_p))
-    if min_p:
-        warpers.append(MinPLogitsWarper(min_p))
-    return warpers
+    chosen: list[tuple[Any, Callable[[Any], LogitsProcessor], Any]] = [
+        (temperature != 1.0, generation.TemperatureLogitsWarper, temperature),
+        (top_k, generation.TopKLogitsWarper, top_k),
+        (top_p is not None and top_p < 1.0, generation.TopPLogitsWarper, top_p),
+        (min_p, generation.MinPLogitsWarper, min_p),
+    ]
+    return LogitsProcessorList(make(value) for used, make, value in chosen if used)
 
 
 class CountPenalty(LogitsProcessor):

@@ -101,10 +101,9 @@ class Program:
 
     def by_head(self, product: HeadProduct, first: int, output: int | None = None) -> int:
         """Add a product of every head with its own map."""
-        _, outputs, inputs = product.weight.shape
-        heads = self.widths[first] // inputs
-        output = self.buffer(heads * outputs) if output is None else output
-        return self._add(BY_HEAD, first, 0, output, inputs, heads, product.address, held=product)
+        heads = self.widths[first] // product.inputs
+        output = self.buffer(heads * product.outputs) if output is None else output
+        return self._add(BY_HEAD, first, 0, output, product.inputs, heads, product.address, held=product)
 
     def gate(self, gate: int, up: int, activation: int) -> int:
         """Add `act(gate) * up`, in the place of the gate."""
@@ -363,7 +362,7 @@ class RestOfBlock:
         block, width = self.block, self.product.inputs
         attended_width = width if output is None else output.inputs
         if restore is not None:
-            attended_width = attended_width // restore.weight.shape[1] * restore.weight.shape[2]
+            attended_width = attended_width // restore.outputs * restore.inputs
         program = Program([width, attended_width, width])
         attended = 1 if restore is None else program.by_head(restore, 1)
         attended = attended if output is None else program.multiply(output, attended)

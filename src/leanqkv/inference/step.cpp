@@ -147,12 +147,39 @@ struct ByHead {
   const void* bias;    // [heads, outputs], or null
   const void* input;   // [batch, heads * group, inputs], of which `group` that follow each other share a head
   void* output;        // [batch, heads * group, outputs]
+  // Of every complex column of a latent its frequency; null: there are none. Then the weight is [heads, 2, outputs / 2].
+  const int64_t* frequency;
   int64_t batch, heads, group, outputs, inputs, threads;
 };
+
+// `ComplexUp.absorb` of model/latent.py: what a query is on complex columns, each of which has one frequency.
+template <typename T>
+void by_column(const ByHead& call) {
+  const int64_t rows = call.batch * call.heads * call.group, half = call.inputs / 2, columns = call.outputs / 2;
+#pragma omp parallel for schedule(static) num_threads(call.threads) if (rows * columns * 4 > kAlone)
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* const real = static_cast<const T*>(call.weight) + i / call.group % call.heads * call.outputs;
+    const T* const query = static_cast<const T*>(call.input) + i * call.inputs;
+    T* const output = static_cast<T*>(call.output) + i * call.outputs;
+    static thread_local std::vector<float> asked;
+    asked.resize(std::max<size_t>(asked.size(), call.outputs));
+    for (int64_t c = 0; c < columns; ++c) {
+      asked[c] = float(query[call.frequency[c]]), asked[columns + c] = float(query[half + call.frequency[c]]);
+    }
+    for (int64_t c = 0; c < columns; c += kFloats) {
+      const int64_t left = columns - c;
+      const Floats a = floats(real + c, left), b = floats(real + columns + c, left);
+      const Floats x = floats(&asked[c], left), y = floats(&asked[columns + c], left);
+      store(at::vec::fmadd(b, y, a * x), output + c, left);
+      store(a * y - b * x, output + columns + c, left);
+    }
+  }
+}
 
 // x_h W_h^T + b_h of every head h.
 template <typename T>
 void by_head(const ByHead& call) {
+  if (call.frequency) return by_column<T>(call);
   const T *const weight = static_cast<const T*>(call.weight), *const bias = static_cast<const T*>(call.bias);
   const T* const input = static_cast<const T*>(call.input);
   T* const output = static_cast<T*>(call.output);

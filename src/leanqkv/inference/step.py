@@ -19,7 +19,14 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
-from ..model.latent import Absorbing, absorb, frequencies_of, is_absorbable, is_rewritten, restore, rotate_columns
+from ..model.latent import (
+    Absorbing,
+    Columns,
+    frequencies_of,
+    is_absorbable,
+    is_rewritten,
+    rotate_columns,
+)
 from ..model.layers import MLP, GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 from .repeat import NUMBER, POINTER, Arguments, call, fields, not_noted
@@ -56,7 +63,7 @@ class _ByHead(Arguments):
     """The same, in the same order, as `ByHead` in step.cpp."""
 
     _fields_ = [
-        *fields(POINTER, "weight bias input output"),
+        *fields(POINTER, "weight bias input output frequency"),
         *fields(NUMBER, "batch heads group outputs inputs threads"),
     ]
     given = ("input",)
@@ -115,19 +122,24 @@ class Product:
 class HeadProduct:
     """`x_h -> x_h W_h^T + b_h` of every head h, by the kernel; `group` heads of x that follow each other share one.
 
-    The weight is a copy: later changes are not seen.
+    Or `ComplexUp.absorb` of model/latent.py. The weight is a copy: later changes are not seen.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        """weight: [heads, outputs, inputs]; bias: [heads, outputs]."""
-        self.weight, self.bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, columns: Columns | None = None, inputs: int = 0):
+        """weight: [heads, outputs, inputs]; bias: [heads, outputs]. With complex columns: the weight of a ComplexUp,
+        and the width of a head."""
+        self.weight = (weight if columns is None else weight.mT).detach().contiguous()
+        self.bias = None if bias is None else bias.detach().contiguous()
         pointers = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
-        self._map = _ByHead(*pointers, heads=weight.shape[0], outputs=weight.shape[1], inputs=weight.shape[2])
-        self.address = ctypes.addressof(self._map)
+        heads, outputs, self.inputs = weight.shape if columns is None else (len(weight), weight[0].numel(), inputs)
+        self._map = _ByHead(*pointers, heads=heads, outputs=outputs, inputs=self.inputs)
+        if columns is not None:
+            self._map.frequency = frequencies_of(columns, weight.device).data_ptr()  # which is kept
+        self.outputs, self.address = outputs, ctypes.addressof(self._map)
 
     def __call__(self, inputs: Tensor) -> Tensor | None:
         """[batch, heads of x, inputs] to [batch, heads of x, outputs]; None where PyTorch computes."""
-        heads, outputs, _ = self.weight.shape
+        heads, outputs = self._map.heads, self.outputs
         batch, given, _ = inputs.shape
         kernels = kernels_for(inputs, self.weight) if given % heads == 0 else None
         if kernels is None:
@@ -180,27 +192,27 @@ def use_head_products(attention: Any) -> None:
     key, value, head_dim = attention.k_up_proj, attention.v_up_proj, attention.head_dim
     into = out_of = None
     if is_absorbable(key) and not attention.turns_keys:
-        weight = next(key.parameters())
-        heads = key.out_features // head_dim
-        each = torch.eye(head_dim, dtype=weight.dtype, device=weight.device).expand(1, heads, -1, -1)
-        into = HeadProduct(absorb(key, each)[0].mT)
-
-        def absorb_key(query: Tensor) -> Tensor:
-            found = into(query[:, :, 0]) if query.shape[2] == 1 else None
-            return absorb(key, query) if found is None else found[:, :, None]
-
-        attention.absorb = absorb_key
+        if type(key) is nn.Linear:
+            into = HeadProduct(key.weight.unflatten(0, (-1, head_dim)).mT)
+        else:
+            into = HeadProduct(key.weight, columns=key.columns, inputs=head_dim)
+        attention.absorb = _of_single(into, attention.absorb, 2)
     if is_absorbable(value):
         bias = None if value.bias is None else value.bias.unflatten(0, (-1, head_dim))
         out_of = HeadProduct(value.weight.unflatten(0, (-1, head_dim)), bias)
-
-        def restore_heads(attended: Tensor) -> Tensor:
-            found = out_of(attended[:, 0]) if attended.shape[1] == 1 else None
-            return restore(value, attended, head_dim) if found is None else found[:, None]
-
-        attention.restore = restore_heads
+        attention.restore = _of_single(out_of, attention.restore, 1)
     attention.head_products, attention.rotate_columns = (into, out_of), fused_rotate
     attention.key_maps = key_maps(attention) if attention.turns_keys else None
+
+
+def _of_single(product: HeadProduct, plain: Callable[[Tensor], Tensor], positions: int) -> Callable[[Tensor], Tensor]:
+    """Return `plain`, computed by the product where there is one position, in this dimension of what it is given."""
+
+    def computed(states: Tensor) -> Tensor:
+        found = product(states.squeeze(positions)) if states.shape[positions] == 1 else None
+        return plain(states) if found is None else found.unsqueeze(positions)
+
+    return computed
 
 
 class FusedNorm(nn.Module):
