@@ -22,10 +22,13 @@ at full rank, or it is not measured.
     python benchmarks/peers.py --tables results/real/peers.json
 
 `--also palu=524288` calibrates a peer once more, on so many tokens, and compares it with latents that were given fewer.
+What a peer gave is kept in a folder beside --out until all have; the same command goes on from there.
 """
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,6 +53,7 @@ from leanqkv.convert.latents import Latents
 from leanqkv.convert.sweeps import Sweeps
 from leanqkv.data.evaluation import EvaluationText, evaluation_text, unseen_split
 from leanqkv.data.prepare import prepare_data
+from leanqkv.environment import git_commit
 from leanqkv.errors import LeanError
 from leanqkv.files import read_json, write_json
 from leanqkv.report.text import plus_minus, signed
@@ -73,6 +77,8 @@ def measure(options: argparse.Namespace) -> harness.Record:
     before, expected = losses_of(model, windows), expected_losses(model, windows, about)
     del model
     given = {"source": about, "shares": options.shares, "expected": expected}
+    exact = {"git_commit": git_commit(), "texts": [text.record() for text in texts], "calibration": data.record()}
+    kept = None if options.out is None else options.out.with_suffix(".partial")
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -82,11 +88,20 @@ def measure(options: argparse.Namespace) -> harness.Record:
             np.save(work / f"tokens-{amount}.npy", chosen)
         for name, clone in clones.items():
             lengths = [*options.calibration_lengths, *(amount for also, amount in options.also if also == name)]
-            found[name] = run_peer(name, clone, {**given, "lengths": lengths, "work": directory})
+            asked = {**given, "lengths": lengths, **exact, "commit": commits[name]}
+            place = None if kept is None else kept / f"{name}.json"
+            found[name] = earlier(place, asked) or run_peer(
+                name, clone, {**given, "lengths": lengths, "work": directory}
+            )
+            if place is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_json(place, {"asked": asked, **{key: found[name][key] for key in ("rows", "checks")}})
         own = {amount: tokens[amount] for amount in options.calibration_lengths}
         rows = measure_ours(source, own, options.shares, windows, work)
     rows += [row for one in found.values() for row in one["rows"]]
     evaluated = [{**text.record(), "windows": len(losses)} for text, losses in zip(texts, before, strict=True)]
+    if kept is not None:
+        shutil.rmtree(kept, ignore_errors=True)
     return {
         "source": {"name": options.model.name, "sha256": source_hashes(source), **about},
         "calibration": {**data.record(), "sequence_length": options.length},
@@ -97,6 +112,12 @@ def measure(options: argparse.Namespace) -> harness.Record:
         "losses": before,
         "rows": compared(rows, before),
     }
+
+
+def earlier(place: Path | None, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a peer gave an earlier start that asked the same; None: nothing."""
+    found = read_json(place) if place is not None and place.exists() else {}
+    return found if found.get("asked") == json.loads(json.dumps(asked)) else None
 
 
 def commit_of(peer: Peer, clone: Path) -> str:

@@ -16,6 +16,7 @@ from leanqkv import LeanForCausalLM
 from leanqkv.data.evaluation import EvaluationText
 from leanqkv.errors import LeanError
 from leanqkv.evaluate.paired import paired_scores, spread_windows
+from leanqkv.files import write_json
 
 SOURCE = {"layers": 3, "heads": 2, "head_dim": 64, "columns": 256}
 
@@ -198,3 +199,11 @@ def test_a_peer_with_more_tokens_is_read_from_one_word():
     for text in ("palu", "palu=0", "palu=all", "other=5"):
         with pytest.raises(peers.argparse.ArgumentTypeError, match=f"^{text!r} is none of transmla=TOKENS"):
             peers.read_also(text)
+
+
+def test_what_a_peer_gave_is_asked_for_once(tmp_path):
+    place, asked = tmp_path / "palu.json", {"lengths": (12, 34), "expected": {"source": [0.1 + 0.2]}}
+    assert peers.earlier(None, asked) is None and peers.earlier(place, asked) is None
+    write_json(place, {"asked": asked, "rows": [1], "checks": []})
+    assert peers.earlier(place, asked)["rows"] == [1]
+    assert peers.earlier(place, {**asked, "lengths": (12, 35)}) is None
