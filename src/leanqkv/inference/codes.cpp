@@ -4,6 +4,8 @@
 #include <limits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr int64_t kBlock = 64;

@@ -10,6 +10,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 // How far ahead of a product its weights are asked for: rows are too short, and too many are read at once, for what the

@@ -7,6 +7,7 @@ exactly this, and leaves to it what it is not made for: gradients, other dtypes,
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from ..compat import compile_cpp
 from ..model.attention import Attention
-from ..model.latent import (
-    Absorbing,
-    Columns,
-    frequencies_of,
-    is_absorbable,
-    is_rewritten,
-    rotate_columns,
-)
+from ..model.latent import Absorbing, Columns, frequencies_of, is_absorbable, is_rewritten, rotate_columns
 from ..model.layers import MLP, GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
 from .repeat import NUMBER, POINTER, Arguments, call, fields, not_noted
@@ -334,8 +328,9 @@ def kernels_for(given: Tensor, other: Tensor) -> Any | None:
 
 
 def kernel_source(file: str) -> str:
-    """Return the C++ source beside a Python file, behind what all kernels are made of."""
-    return "".join(path.read_text() for path in (Path(file).with_name("vectors.h"), Path(file).with_suffix(".cpp")))
+    """Return the C++ source beside a Python file, with the headers beside it in the places of their `#include`."""
+    own = Path(file).with_suffix(".cpp")
+    return re.sub(r'#include "(\w+\.h)"', lambda found: own.with_name(found[1]).read_text(), own.read_text())
 
 
 @functools.cache

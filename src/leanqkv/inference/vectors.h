@@ -1,4 +1,4 @@
-// What both kernels are made of: vectors of floats, and how rows of other numbers become these. It is put before their source.
+// What all kernels are made of: vectors of floats, and how rows of other numbers become these.
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -10,6 +10,7 @@
 #include <cstring>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 namespace {
 
@@ -22,6 +23,21 @@ constexpr int64_t kLineFloats = kLine / int64_t(sizeof(float));
 struct alignas(kLine) Line {
   float floats[kLineFloats];
 };
+
+// Memory for arrays of so many floats, each of which begins at a line of the cache, and a line more.
+template <size_t count>
+std::vector<Line> lines_for(const int64_t (&sizes)[count], float** const (&places)[count]) {
+  const auto lines_of = [](int64_t size) { return (size + kLineFloats - 1) / kLineFloats; };
+  int64_t total = 1;
+  for (const int64_t size : sizes) total += lines_of(size);
+  std::vector<Line> lines(total);
+  float* next = lines[0].floats;
+  for (size_t i = 0; i < count; ++i) {
+    *places[i] = next;
+    next += lines_of(sizes[i]) * kLineFloats;
+  }
+  return lines;
+}
 
 // How rows are read: `load` makes floats of kWidth columns from the d-th on; zeros of columns beyond the `left` ones that
 // there are. `place` says where in these floats a column is. Pointers are to bytes.
