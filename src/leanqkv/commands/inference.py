@@ -60,7 +60,7 @@ def serve(
     cache_bits: str = "16",
     engine: str = "leanqkv",
 ) -> None:
-    """Serve a model with OpenAI's API: /v1/completions, chat/completions, responses, models; and /health.
+    """Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models; and /health.
 
     The model is named after its directory. Requests are answered together. There is no authentication: put a reverse
     proxy in front of anything but localhost.
