@@ -6,7 +6,7 @@ from decoding import LENGTHS, NEW, build, names, run
 from shapes import tokens
 from variants import SCATTERED
 
-from leanqkv.inference import Decoder
+from leanqkv.inference import Decoder, batch
 from leanqkv.inference.batch import Batch, Row, Scheduler
 from leanqkv.inference.decoder import logits_warpers
 
@@ -71,7 +71,7 @@ def test_rows_are_decoded_in_one_batch_and_leave_it():
         assert scheduler.busy
         scheduler.advance()
         running = [row for row in given if not row.done]
-        assert scheduler.rows == running
+        assert [row for batch in scheduler._batches for row in batch.rows] == running
         if running:
             (batch,) = scheduler._batches
             held = batch._decoder.cache.layers[0].keys
@@ -111,6 +111,31 @@ def test_an_error_ends_its_own_row():
             found[row].append(event)
     assert isinstance(found[given[1]][0], RuntimeError)
     assert [found[row][:-1] for row in given[2:]] == expected[2:]
+
+
+@pytest.mark.parametrize("fails", ["join", "begin"])
+def test_an_error_between_batches_ends_the_rows_it_is_of_and_no_others(fails, monkeypatch):
+    """Such as missing memory, of which two caches that become one take most."""
+
+    def fail(*given):
+        raise RuntimeError("no memory")
+
+    decoder = Decoder(build("llama"))
+    first, alike, late = (Row(tokens(1, length)[0], new) for length, new in ((9, 12), (8, 3), (7, 12)))
+    scheduler = Scheduler(decoder, 10**6)
+    found = {row: [] for row in (first, alike, late)}
+    scheduler.waiting.extend((first, alike))
+    for step in range(20):
+        if step == 3:
+            scheduler.waiting.append(late)
+            monkeypatch.setattr(*((batch, "join_rows") if fails == "join" else (Batch, "_read_prompts")), fail)
+        for row, event in scheduler.advance():
+            found[row].append(event)
+    assert not scheduler.busy
+    assert found[alike][-1] is None and len(found[alike]) == 4
+    assert isinstance(found[late][-1], RuntimeError)
+    ends = found[first][-1]
+    assert isinstance(ends, RuntimeError) if fails == "join" else ends is None
 
 
 def test_a_long_prompt_keeps_nobody_waiting():

@@ -1,5 +1,6 @@
 """The decoder: the tokens of `model.generate`, from a cache that is allocated once."""
 
+import copy
 import re
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from leanqkv.inference.attention import (
     one_query_attention,
     one_query_attention_to_both,
 )
-from leanqkv.inference.cache import AllocatedLayer, keep_rows, make_room, token_bytes
+from leanqkv.inference.cache import AllocatedLayer, keep_rows, let_grow, token_bytes
 from leanqkv.inference.linear import FewRowsLinear, shared_copy, use_products
 from leanqkv.model.latent_heads import LatentAndKeys
 
@@ -117,7 +118,7 @@ def test_a_window_is_moved_within_its_memory(mechanisms, length):
     assert len(memory) < 170  # not new memory for every step
     kept, rest = decoder.cache, ids[1:, -1]
     keep_rows(kept, torch.tensor([1]), 0)
-    make_room(kept, 1)
+    let_grow(kept)
     assert_near(decoder.step(rest), expected[1:, -1], 1e-4)
 
 
@@ -244,6 +245,88 @@ def test_room_for_nothing_more():
     with pytest.raises(ValueError, match="room is -1 tokens; give 0 or more"):
         decoder.prefill(IDS, room=-1)
     assert torch.equal(*(decoder.generate(ids, max_new_tokens=3) for ids in (IDS, IDS.int())))
+
+
+@torch.no_grad()
+def get_other_memory(model):
+    for weight in model.parameters():
+        weight.data = 1.3 * weight
+
+
+@torch.no_grad()
+def learn(model):
+    for weight in model.parameters():
+        weight.mul_(1.3)
+
+
+def get_a_hook(model):
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, given, found: 2 * found)
+
+
+def get_another_layer(model):
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(*model.model.layers[1].mlp.down_proj.weight.shape[::-1])
+
+
+BETWEEN = {
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "memory": get_other_memory,
+    "training": learn,
+    "hook": get_a_hook,
+    "layer": get_another_layer,
+}
+COPIED = [(), ("latent-keys", "latent-values"), ("latent-keys:before_rotary=true",), ("mla",), ("nonlinear-query",)]
+
+
+@pytest.mark.parametrize("mechanisms", COPIED, ids=str)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_a_model_gets_between_two_prompts_is_seen(mechanisms, between):
+    """Also where weights are read from copies."""
+    model, ids = build("llama", *mechanisms), tokens(2, PROMPT)
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        return torch.stack([decoder.prefill(ids, room=3), *(decoder.step(ids[:, place]) for place in range(3))])
+
+    decoder = Decoder(model)
+    before = logits(decoder)
+    BETWEEN[between](model)
+    found = logits(decoder)
+    assert found.equal(logits(Decoder(model)))
+    assert not torch.allclose(found.float(), before, atol=1e-3)
+    assert decoder.model is not (made := Decoder(model)).model and logits(made).equal(found)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_step_of_other_rows_than_the_prompts_is_refused(bits, steps):
+    """And changes nothing."""
+    model, ids = build("llama", "gqa"), tokens(2, PROMPT)
+    decoder, other = (Decoder(model, cache_bits=bits) for _ in range(2))
+    for one in (decoder, other):
+        one.prefill(ids, room=steps + 1)
+        for place in range(steps):
+            one.step(ids[:, place])
+    for rows in (1, 3):
+        with pytest.raises(
+            ValueError, match=rf"a step of \[rows, heads\] \[{rows}, .\] does not go with a cache of \[2, .\]"
+        ):
+            decoder.step(torch.ones(rows, dtype=torch.long))
+    assert decoder.step(ids[:, 5]).equal(other.step(ids[:, 5]))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 2])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_copy_of_a_cache_is_one_of_its_own(bits, rows):
+    """Past the ends of blocks, which quantized caches turn into codes."""
+    model, ids = build("llama", "skipv1", max_position_embeddings=300), tokens(rows, 60)
+    decoder = Decoder(model, cache_bits=bits)
+    decoder.prefill(ids, room=80)
+    for place in range(2):
+        decoder.step(ids[:, place])
+    kept, copied = decoder.cache, copy.deepcopy(decoder.cache)
+    expected = torch.stack([decoder.step(ids[:, place % 60]) for place in range(70)])
+    del kept
+    decoder.cache = copied
+    assert torch.stack([decoder.step(ids[:, place % 60]) for place in range(70)]).equal(expected)
 
 
 @pytest.mark.parametrize("mechanisms", [("gqa", "skipv1"), ("mla",), ("skipv1:ratio=1",)])

@@ -10,7 +10,7 @@ from product.mechanisms import CASES, Case
 from torch import Tensor, nn
 
 from leanqkv.inference.batch import Row, Scheduler
-from leanqkv.inference.cache import keep_rows, make_room
+from leanqkv.inference.cache import allocate_cache, keep_rows, let_grow
 from leanqkv.inference.decoder import Decoder
 from leanqkv.inference.repeat import RepeatedLayers, Step
 from leanqkv.inference.step import compiled_kernels
@@ -110,15 +110,14 @@ def test_batches_and_dtypes(batch: int, dtype: torch.dtype, repeated):
 def changed(decoder: Decoder, between: str) -> Tensor:
     """Logits of steps, some of them after a change of the cache or of the model."""
     prompt = torch.arange(1, 41).view(2, 20)
-    found = [decoder.prefill(prompt, room=30)]
+    found = [decoder.prefill(prompt, room=8 if between == "room" else 30)]
     token = torch.tensor([5, 6])
+    let_grow(decoder.cache)
     for number in range(16):
         if number in (5, 10):
             if between == "rows":
                 token = token[:1]
                 keep_rows(decoder.cache, torch.tensor([0]), padding=0)
-            if between in ("rows", "room"):
-                make_room(decoder.cache, 20)
             if between == "prompt":
                 found.append(decoder.prefill(prompt + number, room=30))
             if between == "weights":
@@ -205,6 +204,56 @@ def test_what_never_repeats_is_not_noted_for_ever(monkeypatch):
     assert len(noted) == 9
     decode(Decoder(build("llama")), steps=6, length=9)
     assert len(noted) == 10
+
+
+def test_more_rows_than_are_repeated_do_not_end_it_for_others(repeated):
+    decoder, counts = Decoder(build("llama")), []
+    for batch in (1, 33, 33, 33, 1):
+        before = len(repeated)
+        decode(decoder, steps=6, length=9, batch=batch)
+        counts.append(len(repeated) - before)
+    assert counts == [5, 0, 0, 0, 5]
+
+
+@pytest.mark.parametrize("kind", ["longer", "short", "by head"])
+@torch.inference_mode()
+def test_a_mask_of_another_shape_is_no_step_like_the_last(kind: str, repeated):
+    """It is computed as it is written, or refused as it is there."""
+    found: list[Tensor | str] = []
+    model, ids = build("llama"), torch.arange(1, 19).view(2, 9)
+    for decoder in (Decoder(model), as_written(Decoder(model))):
+        cache = allocate_cache(decoder.config, 64)
+        decoder.model(ids, past_key_values=cache)
+        for number in range(4):
+            mask = torch.ones(2, 1, 1, 10 + number, dtype=torch.bool)
+            mask[0, ..., :3] = False
+            if number == 3 and kind == "longer":
+                mask = torch.cat((mask, mask[..., -1:]), -1)
+            if number == 3 and kind == "short":
+                mask = mask[..., :5].clone()
+            if number == 3 and kind == "by head":
+                mask = mask.expand(2, 4, 1, -1).clone()
+                mask[:, 1, :, :8] = False
+            try:
+                logits = decoder.model(ids[:, number, None], attention_mask=mask, past_key_values=cache).logits
+            except RuntimeError as error:
+                logits = str(error)
+        found.append(logits)
+    assert len(repeated) == 2
+    assert found[0] == found[1] if isinstance(found[1], str) else found[0].equal(found[1])
+    assert isinstance(found[1], str) == (kind != "by head")
+
+
+def test_autocast_between_two_steps_is_seen(repeated):
+    found = []
+    for decoder in (Decoder(build("llama")), as_written(Decoder(build("llama")))):
+        decoder.prefill(torch.arange(1, 10)[None], room=9)
+        for _ in range(4):
+            decoder.step(torch.tensor([3]))
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(decoder.step(torch.tensor([4])))
+    assert len(repeated) == 3
+    assert found[0].equal(found[1])
 
 
 def test_parts_of_a_head_begin_where_they_would(repeated):

@@ -378,7 +378,7 @@ void attend(const Call& call, const Part<T>& part, Scratch& scratch) {
         for (int64_t i = 0; i < kBlock; i += kFloats) (Floats::loadu(own + i) * Floats(call.scaling)).store(own + i);
       }
       if (part.mask) {
-        for (int64_t i = 0; i < rows; ++i) own[i] += part.mask[n + i];
+        for (int64_t i = std::max<int64_t>(part.first - n, 0); i < rows; ++i) own[i] += part.mask[n + i];
       }
       if (n < part.first) std::fill(own, own + part.first - n, kNothing);
       std::fill(own + rows, own + kBlock, kNothing);

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from .cache import join_rows, keep_rows, make_room
+from .cache import join_rows, keep_rows, let_grow
 from .decoder import PIECE_TOKENS, PREFILL_TOKENS, Decoder
 
 MAX_ROWS = 64
-ROOM_TOKENS = 64  # for which a cache grows, at least
 SCORES = 2**24  # logits that are looked at together: tokens times vocabulary
 
 
@@ -114,7 +113,6 @@ class Batch:
         self._decoder.chunk = chunk
         self._device = decoder.model.device
         self._chunks: Iterator[Tensor | None] | None = self._read_prompts()
-        self._room = 0
 
     @property
     def reading(self) -> bool:
@@ -131,10 +129,9 @@ class Batch:
             if logits is None:
                 return []
             self._chunks, self._decoder.given = None, {}  # a prefix matters to its own tokens only
+            let_grow(self._decoder.cache)  # type: ignore[arg-type]
         else:
-            self._make_room()
             logits = self._decoder.step(torch.tensor([row.tokens[-1] for row in self.rows], device=self._device))
-            self._room -= 1
         events = self._choose(logits)
         kept = [number for number, row in enumerate(self.rows) if not row.done]
         events += [(row, None) for row in self.rows if row.done]
@@ -146,7 +143,7 @@ class Batch:
         """Take over the rows of `other`, which must not be used after that."""
         join_rows(self._decoder.cache, other._decoder.cache)  # type: ignore[arg-type]
         self.rows += other.rows
-        self._set_mask()
+        self._decoder.mask = self._mask()
 
     def _read_prompts(self) -> Iterator[Tensor | None]:
         longest = max(row.length for row in self.rows)
@@ -161,21 +158,18 @@ class Batch:
 
     def _choose(self, logits: Tensor) -> list[Event]:
         """Return the next token of every row that has one, after adding it to the row."""
-        likeliest, events = logits.float().argmax(-1).tolist(), list[Event]()
-        for number, row in enumerate(self.rows):
+        events: list[Event] = []
+        for row, own in zip(self.rows, logits.float().split(1), strict=True):
             if not row.max_new_tokens:
                 continue
-            token, own = likeliest[number], logits[number : number + 1]
-            if not own.amax().isfinite():  # the likeliest of such logits is none, silently
+            try:
+                if not own.amax().isfinite():  # the likeliest of such logits is none, silently
+                    raise RuntimeError("the model's logits are NaN or infinite; its weights are too large")
+                token = row.choose(own)
+            except RuntimeError as error:  # or scores that are not finite, at a temperature next to 0
                 row.cancelled = True
-                events.append((row, RuntimeError("the model's logits are NaN or infinite; its weights are too large")))
+                events.append((row, error))
                 continue
-            if row.warpers or row.generator is not None:
-                try:
-                    token = row.choose(own.float())
-                except RuntimeError as error:  # scores that are not finite, at a temperature next to 0
-                    row.cancelled = True
-                    events.append((row, error))
             row.tokens.append(token)
             row.ended = token in row.ends
             if row.top is not None:
@@ -189,10 +183,7 @@ class Batch:
         if self.rows:
             padding = before - max(row.length for row in self.rows)
             keep_rows(self._decoder.cache, torch.tensor(numbers, device=self._device), padding)  # type: ignore[arg-type]
-            self._set_mask()
-
-    def _set_mask(self) -> None:
-        self._decoder.mask, self._room = self._mask(), 0
+            self._decoder.mask = self._mask()
 
     def _mask(self) -> Tensor | None:
         lengths = torch.tensor([row.length for row in self.rows], device=self._device)
@@ -200,13 +191,6 @@ class Batch:
         if int(lengths.min()) == longest:
             return None
         return (torch.arange(longest, device=self._device) >= longest - lengths[:, None]).long()
-
-    def _make_room(self) -> None:
-        if not self._room:
-            longest = max(row.length for row in self.rows)
-            most = max(row.max_new_tokens - len(row.tokens) for row in self.rows)
-            self._room = min(most, max(ROOM_TOKENS, longest // 4))
-            make_room(self._decoder.cache, self._room)  # type: ignore[arg-type]
 
 
 class Scheduler:
@@ -222,16 +206,10 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self._batches)
 
-    @property
-    def rows(self) -> list[Row]:
-        """All that are worked on or wait."""
-        return [*(row for batch in self._batches for row in batch.rows), *self.waiting]
-
     @torch.inference_mode()
     def advance(self) -> list[Event]:
         """Generate one token for every row whose prompt is read, and read a chunk of one batch of prompts."""
-        self._admit()
-        events: list[Event] = []
+        events = self._admit()
         reading = [batch for batch in self._batches if batch.reading][:1]
         for batch in [*reading, *(batch for batch in self._batches if not batch.reading)]:
             try:
@@ -241,15 +219,15 @@ class Scheduler:
                 batch.rows = []
         # Prompts take turns, too.
         self._batches = [*(b for b in self._batches if b not in reading), *reading]
-        self._merge()
-        return events
+        return events + self._merge()
 
     def drop(self) -> None:
         """Forget all rows."""
         self.waiting.clear()
         self._batches = []
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Event]:
+        events: list[Event] = []
         rows = [row for batch in self._batches for row in batch.rows]
         used = sum(len(row.prompt) + row.max_new_tokens for row in rows)
         new: list[Row] = []
@@ -267,10 +245,15 @@ class Scheduler:
             group = [new.pop(0)]
             while new and self._alike([*group, new[0]]) and not any(row.reads_scores for row in (group[0], new[0])):
                 group.append(new.pop(0))
-            self._batches.append(Batch(self._decoder, group))
+            try:
+                self._batches.append(Batch(self._decoder, group))
+            except Exception as error:
+                events += [(row, error) for row in group]
+        return events
 
-    def _merge(self) -> None:
+    def _merge(self) -> list[Event]:
         kept: list[Batch] = []
+        events: list[Event] = []
         for batch in self._batches:
             if not batch.rows:
                 continue
@@ -278,9 +261,15 @@ class Scheduler:
             into = next((b for b in joinable if self._alike([*b.rows, *batch.rows])), None)
             if into is None:
                 kept.append(batch)
-            else:
+                continue
+            rows = [*into.rows, *batch.rows]
+            try:
                 into.join(batch)
+            except Exception as error:  # two copies of a cache are in memory
+                events += [(row, error) for row in rows]
+                kept.remove(into)
         self._batches = kept
+        return events
 
     def _alike(self, rows: Sequence[Row]) -> bool:
         """Whether rows may be one batch: at most half of its cache is padding, or it is small; the same positions."""

@@ -20,6 +20,8 @@ from .history import History, Places
 from .repeat import known
 from .step import write
 
+# Tokens for which a cache grows, at least.
+GROWTH = 64
 # Bytes of a large page of Linux, and what asks for these.
 LARGE_PAGE, MADV_HUGEPAGE = 2**21, 14
 
@@ -58,6 +60,8 @@ class AllocatedLayer(_InPlace, LeanDynamicLayer):
     ones in place: nothing is concatenated, and what attention reads is a view of exactly the tokens so far, so that no
     mask has to hide the rest."""
 
+    grows = False  # where more tokens come than there is room for
+
     def __init__(self, capacity: int):
         """capacity: tokens that there is room for."""
         super().__init__()
@@ -75,7 +79,9 @@ class AllocatedLayer(_InPlace, LeanDynamicLayer):
         assert self.keys is not None and self.values is not None
         start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
         if end > self.capacity:
-            raise ValueError(f"the cache has room for {self.capacity} tokens, {end} are to be kept")
+            if not self.grows:
+                raise ValueError(f"the cache has room for {self.capacity} tokens, {end} are to be kept")
+            self.capacity, self._buffers = end + max(GROWTH, end // 4), None
         if not self._in_place(start):
             self._buffers = (self._allocate(self.keys), self._allocate(self.values))
         assert self._buffers is not None
@@ -97,11 +103,6 @@ class AllocatedLayer(_InPlace, LeanDynamicLayer):
         assert self.keys is not None and self._buffers is not None
         end = self.keys.shape[-2] + 1
         self.keys, self.values = (buffer.narrow(2, 0, end) for buffer in self._buffers)
-
-    def make_room(self, room: int) -> None:
-        """Make room for `room` more tokens than there are."""
-        held = 0 if self.keys is None else self.keys.shape[-2]
-        self.capacity, self._buffers = held + room, None
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -180,6 +181,10 @@ class QuantizedLayer(KiviLayer):
     _lengths: Tensor | None = None  # positions held by every row; None: as the last prompt left them
     _histories: Sequence[History] = ()  # of the pages that there are, to be handed out again and again
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: it lays out histories of its own pages."""
+        return {**self.__dict__, "_histories": ()}
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Any, Any]:
         """As KiviLayer.update; of one new token a `History` of each tensor."""
         if not self.is_initialized or key_states.shape[2] != 1:
@@ -248,6 +253,8 @@ class QuantizedLayer(KiviLayer):
                 paged.newest = old.new_zeros((*old.shape[:2], BLOCK, old.shape[-1]))
                 paged.newest[:, :, :count] = old
             self._lay_out(torch.full((rows,), count))
+        elif not self._histories:
+            self._count_pages()
         assert self._lengths is not None
         return self._lengths
 
@@ -291,7 +298,9 @@ class QuantizedLayer(KiviLayer):
             return self._whole(held, (places.lengths - places.paged).tolist(), places.longest)
 
         shape = len(paged.newest), paged.newest.shape[1], paged.newest.shape[-1]
-        table = page_table(paged.pages)
+        most = max(1, max(map(len, paged.pages)))
+        addresses = [[page.data_ptr() for page in row] + [0] * (most - len(row)) for row in paged.pages]
+        table = torch.tensor(addresses)
         return History(shape, None, table, make, paged.newest.dtype, newest=paged.newest, layout=paged.layout)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -337,12 +346,6 @@ def _advise() -> Any | None:
     return function
 
 
-def page_table(pages: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the addresses of every row's pages, [rows, most pages], int64."""
-    most = max(1, max(map(len, pages)))
-    return torch.tensor([[page.data_ptr() for page in row] + [0] * (most - len(row)) for row in pages])
-
-
 def allocate_cache(config: LeanConfig, capacity: int, bits: CacheBits = PLAIN) -> Cache:
     """An empty cache for `capacity` tokens, to be given as `past_key_values`.
 
@@ -366,28 +369,27 @@ def token_bytes(cache: Cache) -> int:
     return held - sum(layer.room_bytes for layer in cache.layers if isinstance(layer, QuantizedLayer))
 
 
-def make_room(cache: Cache, room: int) -> None:
-    """Make room for `room` more tokens than `cache` holds."""
+def let_grow(cache: Cache) -> None:
+    """Let a cache take any number of tokens; where there is no room for one it is allocated anew."""
     for layer in cache.layers:
         if isinstance(layer, AllocatedLayer):
-            layer.make_room(room)
+            layer.grows = True
 
 
 def keep_rows(cache: Cache, rows: Tensor, padding: int) -> None:
-    """Keep the sequences `rows` alone, without their first `padding` tokens; then call `make_room`."""
+    """Keep the sequences `rows` alone, without their first `padding` tokens."""
     for layer in _in_use(cache):
         length = layer.get_seq_length() - padding
         if isinstance(layer, QuantizedLayer):
             layer.batch_select_indices(rows)
         else:
-            for name in ("keys", "values"):
-                states = getattr(layer, name)
-                setattr(layer, name, states[rows, :, max(states.shape[-2] - length, 0) :])
-        _set_tokens(layer, length)
+            both = layer.keys, layer.values
+            layer.keys, layer.values = (one[rows, :, max(one.shape[-2] - length, 0) :] for one in both)
+        layer.cumulative_length = length
 
 
 def join_rows(cache: Cache, other: Cache) -> None:
-    """Put the sequences of `other` behind those of `cache`; then call `make_room`.
+    """Put the sequences of `other` behind those of `cache`, which has to grow for more tokens: see `let_grow`.
 
     They are padded on the left to one length; those of a quantized cache keep their own."""
     for layer, added in zip(_in_use(cache), _in_use(other), strict=True):
@@ -399,16 +401,11 @@ def join_rows(cache: Cache, other: Cache) -> None:
             length = max(part.shape[-2] for part in parts)
             padded = [F.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts]
             setattr(layer, name, torch.cat(padded))
-        _set_tokens(layer, max(layer.get_seq_length(), added.get_seq_length()))
+        layer.cumulative_length = max(layer.get_seq_length(), added.get_seq_length())
 
 
 def _in_use(cache: Cache) -> list[Any]:
-    """The layers that hold something; one that computes nothing does not."""
+    """The layers that hold something; one that computes nothing does not. Some count the tokens that they have seen, in
+    `cumulative_length`."""
     layers: list[Any] = cache.layers
     return [layer for layer in layers if layer.is_initialized]
-
-
-def _set_tokens(layer: Any, length: int) -> None:
-    """Let a layer count so many tokens as seen; one with a window holds fewer."""
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length = length

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, generation
 from transformers.cache_utils import Cache
 
@@ -15,7 +15,7 @@ from ..model.attention import Attention
 from ..model.attention_latent import LatentAttention
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
-from ..model.latent import Absorbing
+from ..model.latent import HOOKS, Absorbing
 from ..model.latent_heads import LatentHeadsAttention
 from ..model.transformer import LeanModel
 from .attention import additive, attend_one_query, attend_one_query_to_latent, attend_one_query_turned
@@ -81,8 +81,9 @@ def position_limit(config: LeanConfig, positions: int) -> str:
 class Decoder:
     """Generate the tokens that `model.generate` gives, with less work around each step.
 
-    The cache has exactly as many places as there will be tokens. Weights are the model's own; those that the weight of
-    a norm is folded into are copied. Hooks and adapters that the model gets later are not seen.
+    The cache has exactly as many places as there will be tokens. Weights are the model's own, but for copies of those
+    that are read in another layout. What a model gets between two prompts is seen at the second: other weights, dtypes,
+    hooks and adapters; but not numbers that are written through `.data`, past PyTorch's count of changes.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Decoder:
         self.cache_bits = CacheBits.of(cache_bits)
         self.config = model.config
         self.generation_config = model.generation_config
+        self._source, self._made_of = model, _state_of(model)
         self.model = prepared(model)
         self.chunk: int | None = chunk if model.config.mask_type != "prefix" else 2**31
         # Every piece of a prompt makes the heads of all tokens before it again.
@@ -209,6 +211,9 @@ class Decoder:
             ValueError: as `prefill`.
         """
         _check_prompt(input_ids, attention_mask, room)
+        if (state := _state_of(self._source)) != self._made_of:
+            with torch.inference_mode(False):
+                self.model, self._made_of = prepared(self._source), state
         length = input_ids.shape[1]
         if (end := last_position(self.config, length)) is not None and length + room > end:
             found = f"the prompt of {length} and {room} tokens more do not fit {position_limit(self.config, end)}"
@@ -299,6 +304,13 @@ class Decoder:
             logits_to_keep=keep,
             **self.given,
         ).logits
+
+
+def _state_of(model: nn.Module) -> list[Any]:
+    """What a copy for inference is made of: another list after a change of weights, dtypes, modules or hooks."""
+    weights = [(one.data_ptr(), one.dtype, None if one.is_inference() else one._version) for one in model.parameters()]
+    hooks = [[[*getattr(one, kind)] for kind in HOOKS] for one in model.modules()]
+    return [*weights, *hooks, *((id(one), vars(one).get("forward")) for one in model.modules())]
 
 
 def logits_warpers(

@@ -24,8 +24,8 @@ from ..model.query_residual import ResidualQuery
 from ..model.transformer import LeanBlock
 from .joined import JoinedProjections
 from .linear import FewRowsLinear
-from .repeat import NUMBER, POINTER, REAL, Arguments, call, fields
-from .step import ACTIVATIONS, ROWS, FusedNorm, HeadProduct, Product, kernels_for
+from .repeat import NUMBER, POINTER, REAL, ROWS, Arguments, call, fields
+from .step import ACTIVATIONS, FusedNorm, HeadProduct, Product, kernels_for
 
 MULTIPLY, NORM, TURN, GATE, ADD, BY_HEAD, COPY, ACTIVATE, SCALE = range(9)
 

@@ -24,6 +24,8 @@ from ..model.position import Rotations
 _of_thread = threading.local()
 # Operators that give memory and compute nothing.
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
+# Rows of input up to which kernels multiply faster than PyTorch, so that steps of no more rows may be repeated.
+ROWS = 32
 # Steps in a row that are noted in vain until a cache's steps are no longer noted, since at times one does more than
 # others; and caches in a row until none's are.
 TRIES = 3
@@ -177,7 +179,7 @@ class Step(Calls):
         self.output, rest = super().note(compute, inputs)
         self._layers = [layer for layer, old in zip(self._layers, self._marks, strict=True) if layer.mark is not old]
         self._marks = self._marks_now()
-        self._shapes, self._threads = [_shape(one) for one in inputs], torch.get_num_threads()
+        self._shapes, self._threads, self._run = [_shape(one, 0) for one in inputs], torch.get_num_threads(), 0
         self._left = min((arguments.lasting for _, arguments in self.calls), default=0)
         self._growing = [number for _, arguments in self.calls for number in arguments.growing()]
         return self.output, rest
@@ -191,7 +193,7 @@ class Step(Calls):
             self.complete
             and self._left > 0
             and self._threads == torch.get_num_threads()
-            and self._shapes == [_shape(one) for one in inputs]
+            and self._shapes == [_shape(one, self._run + 1) for one in inputs]
             and all(
                 layer.mark is mark and layer.steps > 0 for layer, mark in zip(self._layers, self._marks, strict=True)
             )
@@ -203,18 +205,21 @@ class Step(Calls):
             count.value += 1
         for layer in self._layers:
             layer.advance()
-        self._left -= 1
+        self._left, self._run = self._left - 1, self._run + 1
         self._marks = self._marks_now()
         self.repeat(repeat, inputs)
         return self.output
 
 
-def _shape(given: Tensor) -> tuple[Any, ...]:
-    """What steps have alike; masks grow, and tables of all positions of a cache, which are those of every row."""
-    rows, length, *rest = given.shape
+def _shape(given: Tensor, steps: int) -> tuple[Any, ...]:
+    """What steps have alike, so many after the noted one: masks grow, and tables of all positions of a cache, which are
+    those of every row."""
+    *shape, last = given.shape
     if given.dim() == 4:
-        return given.dtype, given.is_contiguous(), rows
-    return given.dtype, given.is_contiguous(), rows, length if rows > 1 else length > 1, *rest
+        last -= steps
+    elif shape[0] == 1 < shape[1]:
+        shape[1] -= steps
+    return given.dtype, given.is_contiguous(), *shape, last
 
 
 class RepeatedLayers:
@@ -236,8 +241,7 @@ class RepeatedLayers:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """As `_run_layers` of model/transformer.py."""
-        given = hidden_states, masks, position_embeddings, past_key_values
-        cache = past_key_values
+        given = hidden_states, masks, position_embeddings, (cache := past_key_values)
         if cache is None or not self._is_alike(hidden_states, cache):
             if cache is not None:
                 self.steps.pop(cache, None)
@@ -248,6 +252,7 @@ class RepeatedLayers:
         step = self.steps.get(cache)
         if step is not None and step.fits(inputs):
             return step.run(self.repeat, inputs), None
+        self.steps.pop(cache, None)  # with the memory that it holds
         step, _of_thread.masks = Step(cache), made
         try:
             output, rest = step.note(partial(self.plain, *given, **kwargs), inputs)
@@ -256,7 +261,6 @@ class RepeatedLayers:
         if step.complete and rest is None:
             self.steps[cache], self.failed[cache], self.vain = step, 0, 0
         else:
-            self.steps.pop(cache, None)
             self.failed[cache] = self.failed.get(cache, 0) + 1
             self.vain += self.failed[cache] == TRIES
         return output, rest
@@ -266,7 +270,9 @@ class RepeatedLayers:
         blocks: Any = self.model.layers
         return (
             hidden_states.shape[1] == 1
+            and len(hidden_states) <= ROWS
             and torch.is_inference_mode_enabled()
+            and not torch.is_autocast_enabled("cpu")
             and not torch.compiler.is_compiling()
             and self.failed.get(cache, 0) < TRIES > self.vain
             and all(hasattr(layer, "advance") for layer in cache.layers)

@@ -117,7 +117,7 @@ class Generator:
             try:
                 events = await loop.run_in_executor(self._thread, self.scheduler.advance)
             except Exception as error:
-                events = [(row, error) for row in self.scheduler.rows]
+                events = [(row, error) for row in self._events]
                 self.scheduler.drop()
             for row, event in events:
                 if isinstance(event, Exception):

@@ -23,11 +23,9 @@ from ..model.attention import Attention
 from ..model.latent import Absorbing, Columns, frequencies_of, is_absorbable, is_rewritten, rotate_columns
 from ..model.layers import MLP, GatedMLP, OffsetRMSNorm
 from ..model.position import Rotation, rotate
-from .repeat import NUMBER, POINTER, Arguments, call, fields, not_noted
+from .repeat import NUMBER, POINTER, ROWS, Arguments, call, fields, not_noted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Rows of input up to which the kernel multiplies faster than PyTorch.
-ROWS = 32
 # Activations that the kernel computes; the numbers are those of `Activation` in step.cpp.
 ACTIVATIONS: dict[type[nn.Module], int] = {nn.SiLU: 0, SiLUActivation: 0, GELUTanh: 1, GELUActivation: 2}
 # Columns of key heads are filled up to a multiple of it; the same as kPadding in attention.cpp.
@@ -281,7 +279,14 @@ def fused_hidden(mlp: MLP) -> Callable[[Tensor], Tensor]:
 
 def write(states: Tensor, buffer: Tensor, place: int | Tensor) -> None:
     """buffer[:, :, place] = states[:, :, 0], of buffers that the kernels take; `place` may be one for every row of the
-    batch, which the caller keeps and, where steps are repeated, advances."""
+    batch, which the caller keeps and, where steps are repeated, advances.
+
+    Raises:
+        ValueError: other rows or heads than the buffer's.
+    """
+    if states.shape[:2] != buffer.shape[:2]:
+        given, held = [*states.shape[:2]], [*buffer.shape[:2]]
+        raise ValueError(f"a step of [rows, heads] {given} does not go with a cache of {held}")
     kernels = kernels_for(states, buffer)
     if kernels is None or states.stride(-1) != 1 or buffer.stride(-1) != 1:
         rows = torch.arange(len(buffer)) if isinstance(place, Tensor) else slice(None)

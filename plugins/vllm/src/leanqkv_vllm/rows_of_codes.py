@@ -70,7 +70,9 @@ class CodesPages(Pages):
 
     def _numbers_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         place, tail = positions % BLOCK, self.codes.tail
-        return self.blocks.gather(1, positions // BLOCK + place // tail), place % tail
+        # The token that fills a block lies in none of these pages.
+        page = (positions // BLOCK + place // tail).clamp_max(self.blocks.shape[1] - 1)
+        return self.blocks.gather(1, page), place % tail
 
     @cached_property
     def tails(self) -> Tensor:
