@@ -96,7 +96,9 @@ ALL: dict[str, Figure] = {
         _files("query-sweep"),
         lambda: training.rates_and_decays("query-sweep", "Nonlinear query, three seeds, 0.82M tokens"),
     ),
-    "stability": Figure(_files("stability"), lambda: training.recipes("stability", "Recipes, one seed", 6.5)),
+    "stability": Figure(
+        _files("stability"), lambda: training.recipes("stability", "Recipes: mean and range of three seeds", 6.7)
+    ),
     **{name: _comparison(name, words) for name, words in COMPARISONS.items()},
 }
 

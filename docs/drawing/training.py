@@ -47,7 +47,7 @@ def differences(directory: str, title: str, unit: str) -> str:
 
 
 def recipes(directory: str, title: str, most: float) -> str:
-    """The last loss of every model under every recipe: groups that differ in the recipe alone, one seed each.
+    """The last loss of every model under every recipe, and its range over seeds. Groups differ in the recipe alone.
 
     most: losses above it, and runs that stopped, are a cross on the edge.
     """
@@ -64,6 +64,8 @@ def recipes(directory: str, title: str, most: float) -> str:
             color, marker = looks[kind]
             loss = result.mean_loss if result.losses else most
             row = names.index(name) + 0.2 * (kinds.index(kind) - 1)
+            ends = [min(each, most) for each in (*result.losses.values(), loss)]
+            axes.hlines(row, min(ends), max(ends), color=color)
             axes.plot(min(loss, most), row, "X" if loss >= most else marker, color=color, clip_on=False)
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
