@@ -233,6 +233,18 @@ def test_pages_that_a_request_takes(tail: int) -> None:
         assert pages_of(tokens, tail) == most
 
 
+def test_a_block_that_ends_near_the_end_of_the_longest_request(tmp_path: Path) -> None:
+    """The token that fills it lies in no page of numbers; the one behind the others would be one more than there are."""
+    model = saved("baseline", tmp_path, num_attention_heads=2)
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, model.config.vocab_size, (count,), generator=draw).tolist() for count in (60, 127, 130)]
+    with engine(tmp_path, **coded("4", max_model_len=144)) as llm:
+        groups = core_of(llm).scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        assert [(BLOCK - 1) % group.kv_cache_spec.tail for group in groups] == [0]
+        found = run(llm, prompts, 0, 10)["tokens"]
+    assert behind(model, prompts, found, "4") < NEAR
+
+
 ON_GPU = {
     "values-from-keys": (
         torch.bfloat16,
