@@ -234,7 +234,7 @@ def test_pages_that_a_request_takes(tail: int) -> None:
 
 
 def test_a_block_that_ends_near_the_end_of_the_longest_request(tmp_path: Path) -> None:
-    """The token that fills it lies in no page of numbers; the one behind the others would be one more than there are."""
+    """The token that fills it lies in no page of numbers: there is none behind those of the other tokens."""
     model = saved("baseline", tmp_path, num_attention_heads=2)
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, model.config.vocab_size, (count,), generator=draw).tolist() for count in (60, 127, 130)]
