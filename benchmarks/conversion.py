@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Command, run_commands
+from harness import Command, run_commands, sequence_losses
 
 from leanqkv import LeanForCausalLM, cache_bytes
 from leanqkv.compare.statistics import paired_difference
 from leanqkv.data.prepare import prepare_data
 from leanqkv.environment import made_on
 from leanqkv.errors import LeanError
-from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.files import RECORD_FORMAT, read_json, write_json
 from leanqkv.train.precision import parse_precision
 

@@ -11,13 +11,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
+from leanqkv.data.batches import collate
+from leanqkv.data.token_files import Tokens
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
+from leanqkv.evaluate.loss import batch_losses
 from leanqkv.files import read_json, write_json
 from leanqkv.report.text import markdown_table
 
@@ -48,6 +56,26 @@ def calibration_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", default="prose", metavar="TEXT")
     parser.add_argument("--tokens", type=int, default=12_288, metavar="N", help="to calibrate on")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="of a sequence")
+
+
+def sequence_losses(
+    model: nn.Module,
+    tokens: Tokens,
+    starts: Sequence[int] | np.ndarray,
+    context_length: int,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
+    """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
+
+    Every sequence is `context_length` targets, less those that only begin a text.
+    """
+    batches = (
+        collate(tokens, starts[first : first + batch_size], context_length)
+        for first in range(0, len(starts), batch_size)
+    )
+    losses, predicted = batch_losses(model, batches, autocast)
+    return losses.sum(1) / predicted.sum(1)
 
 
 def launched(

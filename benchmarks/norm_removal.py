@@ -19,7 +19,6 @@ from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.data.batches import batch_plan
 from leanqkv.data.prepare import prepare_data
 from leanqkv.eliminate import eliminate_directory, parse_request
-from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.files import read_json
 
 # The fields of a shape, what goes from it, and of which layers.
@@ -86,7 +85,7 @@ def loss(options: argparse.Namespace, run: Command, directory: Path) -> float:
         **{name: record[name] for name in ("seed", "context_length", "evaluation_sequences")},
     )
     starts, length = plan.evaluation_starts, record["context_length"]
-    return sequence_losses(model, data.validation(), starts, length, 8).mean().item()
+    return harness.sequence_losses(model, data.validation(), starts, length, 8).mean().item()
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:

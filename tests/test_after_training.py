@@ -8,6 +8,7 @@ import pytest
 import torch
 from comparing import COMPARISON
 from corpus import SHAPE
+from harness import sequence_losses
 from local_tasks import QUESTIONS, write_tasks
 
 from leanqkv import LeanError
@@ -20,7 +21,6 @@ from leanqkv.compare.uptraining import check_uptrained
 from leanqkv.convert.conversion import Conversion
 from leanqkv.data.batches import batch_plan, collate
 from leanqkv.evaluate.harness import load_tasks, task_scores
-from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.report.comparison import markdown
 from leanqkv.report.comparison_page import KIND
 

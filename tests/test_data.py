@@ -294,6 +294,7 @@ BAD = {
     "empty .bin": ("empty.bin", b"", "empty"),
     "token beyond the vocabulary": ("large.bin", np.array([5, 500], "uint16").tobytes(), "token 500"),
     "no val.bin": ("folder", {"train.bin": b"\0\0"}, "no val.bin"),
+    "32-bit tokens": ("wide.bin", np.arange(100, dtype="uint32").tobytes(), "seems to hold 32-bit tokens"),
 }
 
 

@@ -55,6 +55,18 @@ def test_what_a_config_json_leaves_out_is_the_class_default():
     assert FAMILIES["qwen3"].lean_config({}).head_dim == 128
 
 
+@pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "olmo2", "gpt_neox"])
+def test_original_positions_beside_the_rotary_settings_count(family, rope_type):
+    """transformers takes them from there when it makes the frequencies."""
+    scaling = {"rope_type": rope_type, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope_type == "yarn":
+        scaling = {"rope_type": rope_type, "factor": 4.0}
+    sizes = SIZES | {"num_key_value_heads": 2, "rope_scaling": scaling, "max_position_embeddings": 64}
+    config = FAMILIES[family].lean_config(sizes | {"original_max_position_embeddings": 16})
+    assert config.rope_parameters["original_max_position_embeddings"] == 16
+
+
 ON_THE_HUB = yaml.safe_load((Path(__file__).parent / "hub_configurations.yaml").read_text())
 
 

@@ -36,6 +36,14 @@ def test_starts_as_skip_connections(shape: str, mode: str, fields: dict[str, Any
         assert (one - other).abs().max() <= 20 * eps * one.abs().max()
 
 
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_sublayers_first_read_one_stream_after_another(block: str) -> None:
+    model = model_of(tiny("gpt", "hyper-connections:streams=3,mode=static", block_type=block, num_hidden_layers=4))
+    found = [one for one in model.modules() if isinstance(one, HyperConnection)]
+    read = [int(one.initial_values()["pre"].argmax()) for one in found]
+    assert read == [number % 3 for number in range(8 if block == "serial" else 4)]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_streams_part_in_training(mode: str) -> None:
     """Equal streams with equal gradients would stay one stream. Each sublayer first reads another of them."""

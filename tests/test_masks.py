@@ -134,6 +134,17 @@ def test_generation_takes_the_prompt_for_the_prefix(shape, names, overrides) -> 
         assert torch.equal(found[:, 6:], torch.cat(expected)), options
 
 
+@pytest.mark.parametrize("fields", [{"mask_type": "prefix"}, {"task": "masked_lm"}], ids=str)
+def test_packed_sequences_are_refused_where_tokens_see_those_behind_them(fields) -> None:
+    config = tiny("gpt", **fields)
+    model = (LeanForMaskedLM if "task" in fields else LeanForCausalLM)(config)
+    prefix = {"prefix_mask": torch.ones(1, 6)} if "mask_type" in fields else {}
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="packed sequences would see each other"):
+        model(input_ids=tokens(1, 6), position_ids=packed, **prefix)
+    model(input_ids=tokens(1, 6), position_ids=torch.arange(6)[None], **prefix)
+
+
 def test_a_prefix_comes_in_one_piece() -> None:
     model = LeanForCausalLM(tiny("gpt", mask_type="prefix")).eval()
     cache = DynamicCache(config=model.config)

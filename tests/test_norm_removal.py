@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from corpus import SHAPE, spec, write_corpus
+from harness import sequence_losses
 from shapes import randomize, tiny, tokens
 from torch import nn
 
@@ -15,7 +16,6 @@ from leanqkv.checkpoints.disabled_norms import fold_norms
 from leanqkv.checkpoints.open import load_model, open_checkpoint
 from leanqkv.checkpoints.tensors import weights_hash
 from leanqkv.data.batches import batch_plan
-from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.train.norm_removal import RemovableNorm, make_removable, removal_schedule, remove_norms
 from leanqkv.train.tasks import task_of
 from leanqkv.train.training import train

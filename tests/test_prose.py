@@ -9,9 +9,10 @@ import pytest
 from corpus import write_corpus
 
 from leanqkv import LeanError
+from leanqkv.checkpoints.tokenizer import Framing
 from leanqkv.data import prose as prose_module
 from leanqkv.data.corpus import open_corpus
-from leanqkv.data.evaluation import evaluation_text, unseen_split
+from leanqkv.data.evaluation import _begun, evaluation_text, unseen_split
 from leanqkv.data.mixture import PIECE, _spread, parse_mixture, token_counts
 from leanqkv.data.prepare import prepare_data
 from leanqkv.data.prose import docstrings, paragraphs_of, prose
@@ -261,6 +262,12 @@ def test_a_text_that_calibration_reads_is_told_by_its_documents(tmp_path):
         unseen_split("a.txt", "folder")
     np.arange(100, dtype="uint16").tofile(tmp_path / "tokens.bin")
     assert unseen_split("tokens.bin", "tokens.bin") == "validation"
+
+
+def test_no_tokens_are_begun_as_some_are():
+    around = Framing(begin=7, end=8)
+    assert [*_begun(np.array([], dtype="uint16"), around)[:9]] == [7]
+    assert [*_begun(np.array([7, 3]), around)[:9]] == [7, 3]
 
 
 def test_token_files_that_calibration_reads_are_told_one_by_one(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import sequence_losses
 from shapes import randomize, tiny
 from text_losses import strided_losses
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -27,7 +28,6 @@ from leanqkv.data.batches import IGNORED, collate
 from leanqkv.data.evaluation import evaluation_text
 from leanqkv.data.prepare import prepare_data
 from leanqkv.data.tokenizer import encode_prompt
-from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.evaluate.paired import paired_record
 from leanqkv.evaluate.strided import strided_windows
 

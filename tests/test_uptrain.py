@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from corpus import SHAPE, spec, write_corpus
+from harness import sequence_losses
 from shapes import randomize
 
 from leanqkv import LeanConfig, LeanError, LeanForCausalLM, preset
@@ -16,7 +17,6 @@ from leanqkv.convert.targets import SkipV1Options
 from leanqkv.data.batches import batch_plan, collate, make_batch_plan
 from leanqkv.data.prepare import prepare_data
 from leanqkv.errors import TimeIsUpError
-from leanqkv.evaluate.loss import sequence_losses
 from leanqkv.train.training import train
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from leanqkv.eliminate import eliminate_directory, parse_request, verify
 from leanqkv.eliminate.elimination import CERTIFICATE
 from leanqkv.environment import record_header
 from leanqkv.errors import LeanError
-from leanqkv.evaluate.loss import sequence_losses
+from leanqkv.evaluate.loss import batch_losses
 from leanqkv.inference import Decoder
 from leanqkv.job import Job
 from leanqkv.model.cache import cache_bytes
@@ -207,7 +207,8 @@ def evaluate(out: Path, settings: Settings, data: TokenData, device: str, progre
     models: dict[str, Any] = {}
     for name, directory in directories.items():
         model = _load(directory, device)
-        losses = sequence_losses(model, data.validation(), plan.evaluation_starts, context, batch_size=8)
+        starts = (plan.evaluation_starts[at : at + 8] for at in range(0, len(plan.evaluation_starts), 8))
+        losses, _ = batch_losses(model, (collate(data.validation(), some, context) for some in starts))
         models[name] = {
             "parameters": count_parameters(model.config).total,
             "kv_bytes_per_token_bf16": model.config.plan.kv_bytes_per_token(torch.bfloat16),

@@ -240,6 +240,22 @@ def _differing(directory: Path, tokenizer: Any) -> str | None:
     return differing(tokenizer, other)
 
 
+def check_same_tokens(first: Path, second: Path, option: str, advice: str) -> None:
+    """Check that two checkpoints read the same tokens of a text, where both have a tokenizer.
+
+    A GGUF file and the checkpoint that it was made of have other files, and one of them can have unused tokens more.
+
+    Raises:
+        LeanError: they do not; `option` names the second one.
+    """
+    if not has_tokenizer(first) or not has_tokenizer(second):
+        return
+    tokenizers = [load_tokenizer(directory) for directory in (first, second)]
+    one, other = (tokenizer.get_vocab().items() for tokenizer in tokenizers)
+    if not (one <= other or other <= one) or differing(*tokenizers) is not None:
+        raise LeanError(f"{option} {second} has another tokenizer; {advice}")
+
+
 def differing(tokenizer: Any, other: Any) -> str | None:
     """Return a text that two tokenizers cut differently, of a sample that is known to tell them apart, or None."""
     special = [token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()]

@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from ..cache_bits import PLAIN, CacheBits
 from ..checkpoints.open import Checkpoint, load_model, open_causal_lm, open_checkpoint
 from ..checkpoints.tensors import weights_hash
-from ..checkpoints.tokenizer import differing, has_tokenizer, load_tokenizer, vocabulary
+from ..checkpoints.tokenizer import check_same_tokens, load_tokenizer, vocabulary
 from ..convert.conversion import sizes_of
 from ..data.evaluation import EvaluationText
 from ..data.objectives import MaskedTokens
@@ -181,27 +181,11 @@ def _open_other(checkpoint: Checkpoint, directory: Path, context_length: int) ->
     sizes = [opened.config.vocab_size for opened in (checkpoint, other)]
     if sizes[0] != sizes[1]:
         raise LeanError(f"--against {directory} has {sizes[1]:,} tokens, the first model {sizes[0]:,}: not comparable")
-    _check_same_text(checkpoint.directory, directory)
+    check_same_tokens(checkpoint.directory, directory, "--against", "compare the bits per byte of two `leanqkv eval`")
     positions = other.config.max_position_embeddings
     if other.config.position_embedding_type == "learned" and context_length > positions:
         raise LeanError(f"--against {directory} has {positions:,} positions; give --context-length {positions} or less")
     return other
-
-
-def _check_same_text(first: Path, second: Path) -> None:
-    """Check that two checkpoints read the same tokens of a text, where both have a tokenizer.
-
-    A GGUF file and the checkpoint that it was made of have other files, and one of them can have unused tokens more.
-
-    Raises:
-        LeanError: they do not.
-    """
-    if not has_tokenizer(first) or not has_tokenizer(second):
-        return
-    tokenizers = [load_tokenizer(directory) for directory in (first, second)]
-    one, other = (tokenizer.get_vocab().items() for tokenizer in tokenizers)
-    if not (one <= other or other <= one) or differing(*tokenizers) is not None:
-        raise LeanError(f"--against {second} has another tokenizer; compare the bits per byte of two `leanqkv eval`")
 
 
 def _compare(

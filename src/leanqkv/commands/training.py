@@ -7,6 +7,7 @@ from typing import Any
 
 from ..checkpoints.open import open_checkpoint
 from ..checkpoints.tensors import weights_hash
+from ..checkpoints.tokenizer import check_same_tokens
 from ..environment import check_device, free_memory
 from ..errors import LeanError, TimeIsUpError
 from ..job import check_out
@@ -97,6 +98,8 @@ def _specify(
     asked = parse_precision(run.precision)
     context = run.context_length or config.max_position_embeddings
     teacher_config = read_teacher(teacher, name, config, context)
+    if teacher is not None and start.checkpoint is not None:
+        check_same_tokens(start.checkpoint, teacher, "--teacher", "a teacher has to read the same tokens")
     prepared = prepare(data, [config])
     evaluated = run.evaluation_sequences or prepared.evaluation_size(RunSpec.evaluation_sequences)
     check_fit(name, config, prepared, context, recipe, evaluated)

@@ -275,7 +275,9 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
         if not comparison.asks_for(run):
             continue
         if (scores := path.with_name("tasks.json")).exists():
-            figures = read_record(scores, TASKS, AGAIN)["tasks"]
+            found = read_record(scores, TASKS, AGAIN)
+            # Those of another number of questions are of an earlier start, to be scored again.
+            figures = found["tasks"] if found.get("limit") == plan.get("limit") else {}
             # Groups of tasks, which have no examples of their own, are means of the others.
             single = {name: one["acc"] for name, one in figures.items() if "acc" in one and one.get("examples", 1)}
             run = replace(run, tasks=single)

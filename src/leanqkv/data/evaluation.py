@@ -16,7 +16,7 @@ from ..files import hash_files
 from ..model.registry import suggest
 from .corpus import open_corpus
 from .mixture import parse_mixture
-from .token_files import TokenFiles, Tokens, held_out, stored_tokens, tokens_hash
+from .token_files import VALIDATION_SHARE, TokenFiles, Tokens, held_out, stored_tokens, tokens_hash
 from .tokenizing import plain, tokenized
 
 SPLITS = ("whole", "validation")
@@ -103,6 +103,8 @@ def evaluation_text(
         parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
         around = framing(load_tokenizer(tokenizer)) if has_tokenizer(tokenizer) else None
         return EvaluationText(stored.description, split, _begun(np.concatenate(parts), around))
+    if split == "validation" and max_documents is not None and max_documents < VALIDATION_SHARE:
+        raise LeanError(f"one document of {VALIDATION_SHARE} is held out: give as many `max_documents`, or more")
     corpus = open_corpus(source, text_field)
     chosen = load_tokenizer(tokenizer)
     labelled = tokenized(islice(corpus.documents(), max_documents), chosen, progress, vocab_size=vocab_size)
@@ -123,7 +125,7 @@ def _begun(tokens: np.ndarray, around: Framing | None) -> Tokens:
     """Return the tokens of texts, behind the token that begins the first of them, if there is one."""
     if around is None or around.begin is None:
         return tokens
-    begin = np.array([around.begin] if tokens[:1] != [around.begin] else [], tokens.dtype)
+    begin = np.array([around.begin] if list(tokens[:1]) != [around.begin] else [], tokens.dtype)
     return TokenFiles([np.concatenate([begin, tokens])], around)
 
 

@@ -251,6 +251,9 @@ def _nanogpt(file: Path, vocab_size: int) -> Shard:
     if size % 2:
         raise LeanError(f"{file} is cut off: {size} bytes are not a whole number of 16-bit tokens")
     _check_tokens(file, "uint16", vocab_size)
+    start = np.memmap(file, dtype="uint16", mode="r")[: min(size // 4 * 2, 2**13)].reshape(-1, 2).max(0, initial=0)
+    if size > 2**6 and start[1] <= min((vocab_size - 1) >> 16, 3) < start[0]:
+        raise LeanError(f"{file} seems to hold 32-bit tokens, nanoGPT's have 16 bits; give Megatron's .bin and .idx")
     return file.name, 0, size // 2
 
 

@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data.batches import IGNORED, collate
+from ..data.batches import IGNORED
 from ..data.objectives import MaskedTokens, inputs, prefix_mask, targets
-from ..data.token_files import Tokens
 from .states import States
 
 # Logits that are in memory at a time, in numbers: 128 MB in float32.
@@ -45,26 +43,6 @@ def scoring(model: nn.Module) -> Iterator[torch.device]:
 def uncompiled(model: nn.Module) -> Callable[..., Any]:
     """Return the call of a model that does not compile it once more for evaluation."""
     return model if isinstance(model, FSDPModule) else model.forward  # sharded weights are gathered in hooks of a call
-
-
-def sequence_losses(
-    model: nn.Module,
-    tokens: Tokens,
-    starts: Sequence[int] | np.ndarray,
-    context_length: int,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-) -> torch.Tensor:
-    """Return the mean cross-entropy in nats of each sequence, float64 [len(starts)], with dropout off.
-
-    Every sequence is `context_length` targets, less those that only begin a text.
-    """
-    batches = (
-        collate(tokens, starts[first : first + batch_size], context_length)
-        for first in range(0, len(starts), batch_size)
-    )
-    losses, predicted = batch_losses(model, batches, autocast)
-    return losses.sum(1) / predicted.sum(1)
 
 
 def batch_losses(

@@ -204,6 +204,9 @@ def make_masks(
         raise ValueError(
             "a cache that drops tokens does not know which of the rest are padding; give one prompt a call"
         )
+    both_ways = attention_mask is None and (config.bidirectional or prefix_mask is not None)
+    if both_ways and position_ids is not None and not torch.compiler.is_compiling() and (position_ids.diff() < 0).any():
+        raise ValueError("packed sequences would see each other in both directions; give each a row of its own")
     given: dict[str, Any] = {
         "config": config,
         "inputs_embeds": inputs_embeds,

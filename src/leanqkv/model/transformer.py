@@ -51,7 +51,8 @@ class LeanBlock(GradientCheckpointingLayer):
             self.post_attention_layernorm = self._norm(before)
         self.attention_output_layernorm, self.mlp_output_layernorm = self._norm(after), self._norm(after)
         self.mlp = MLPS[config.mlp_type](config)
-        connections, place, serial = layer.connections, 2 * layer.layer, config.block_type == "serial"
+        connections, serial = layer.connections, config.block_type == "serial"
+        place = layer.layer * (1 + serial)
         self.attention_connection = connections.build(config, place) if connections else None
         self.mlp_connection = connections.build(config, place + 1) if connections and serial else None
         self.dropout = nn.Dropout(config.hidden_dropout)

@@ -142,6 +142,8 @@ def _parse_options(text: str, name: str) -> list[tuple[str, Any]]:
             pairs[-1][1].append(part)
         else:
             raise LeanError(f"option {part!r} in {name!r} has no value; write option=value")
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise LeanError(f"an option is given twice in {text!r} of {name!r}; give it once")
     try:
         return [
             (key, [yaml.safe_load(v) for v in values] if len(values) > 1 or key in LISTS else _scalar(values[0]))

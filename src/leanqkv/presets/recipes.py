@@ -43,11 +43,10 @@ class Recipe:
                 f"the minimum learning rate ({self.min_learning_rate:g}) is above the peak ({self.learning_rate:g}); "
                 "change one of them"
             )
-        if self.warmup_steps > (length := self.schedule_steps or self.steps):
-            raise LeanError(
-                f"a warm-up of {self.warmup_steps:,} steps is longer than the schedule of {length:,}; give fewer "
-                "`warmup_steps`"
-            )
+        length = self.schedule_steps or self.steps
+        if self.warmup_steps > length - (length < self.steps):  # without a cosine none of these ends at the minimum
+            found = f"a warm-up of {self.warmup_steps:,} steps is not shorter than the schedule of {length:,}"
+            raise LeanError(f"{found}; give fewer `warmup_steps`")
 
 
 # (base, mechanisms) -> recipe fields: each model's best learning rate in the sweep of results/quickstart, where it is

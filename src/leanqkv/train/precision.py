@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -38,6 +38,9 @@ class Precision:
     compiled: bool = False
     attention: str = "sdpa"
     timings: dict[str, float] = field(default_factory=dict, compare=False)
+    # The configuration of the model that was compiled last. Dynamo keeps a few graphs of a function, of all models of a
+    # process together, and runs what would be one more as it is written.
+    compiled_last: ClassVar[dict[str, Any] | None] = None
 
     def __str__(self) -> str:
         return "+".join([self.dtype, *(["compile"] if self.compiled else []), self.attention])
@@ -50,6 +53,9 @@ class Precision:
         """Set the attention implementation and compile, in place: tensor names stay as they are."""
         model.set_attn_implementation(self.attention)
         if self.compiled:
+            if Precision.compiled_last != (config := model.config.to_dict()):
+                torch.compiler.reset()
+                Precision.compiled_last = config
             model.compile(dynamic=False)
 
     def record(self) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def time_steps(
     """
     keep_freed_memory(device)
     with torch.random.fork_rng(devices=[]):
-        torch.compiler.reset()
+        Precision.compiled_last = None
         task = task_of(config)
         model: Any = task.model_class(config)
         model.to(device)

@@ -79,6 +79,8 @@ class RunSpec(RunSettings):
         super().__post_init__()
         if self.shard and self.recipe.optimizer == "muon":
             raise LeanError("`optimizer=muon` reads whole matrices, which `shard` splits; leave one of them out")
+        if self.config.get("mlp_type") == "moe" and self.recipe.optimizer == "muon":
+            raise LeanError("`optimizer=muon` leaves out experts (mlp_type=moe), which are no matrices; give adamw")
 
     @property
     def log_interval(self) -> int:

@@ -18,7 +18,7 @@ from ..data.prepare import prepare_data
 from ..data.token_files import TokenData
 from ..data.tokenizer import with_mask_token
 from ..errors import LeanError
-from ..evaluate.loss import batch_losses, scoring, sequence_losses
+from ..evaluate.loss import batch_losses, scoring
 from ..evaluate.observe import logit_spreads
 from ..model.causal_lm import LeanForCausalLM
 from ..model.config import LeanConfig
@@ -110,10 +110,14 @@ class TextTask:
         return {**batch, **BALANCED}
 
     def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
-        """Return the metrics on the plan's evaluation, `loss` in nats among them."""
-        starts = self.plan.evaluation_starts
-        losses = sequence_losses(model, self.validation, starts, self.context_length, batch_size, autocast)
-        return {"loss": losses.mean().item()}
+        """Return the mean loss of all targets of the plan's evaluation, in nats; of drawn ones their number too."""
+        starts, length = self.plan.evaluation_starts, self.context_length
+        streams = [(0, EVALUATION, number) for number in range(len(starts))]
+        parts = (slice(at, at + batch_size) for at in range(0, len(starts), batch_size))
+        batches = (self.objective.batch(self.validation, starts[part], length, streams[part]) for part in parts)
+        losses, predicted = batch_losses(model, batches, autocast)
+        number = int(predicted.sum())
+        return {"loss": losses.sum().item() / number} | ({name: number} if (name := self.objective.counted) else {})
 
     def spreads(self, model: Any) -> list[float]:
         """Return the spread of attention's logits in every layer, on the first tokens that are evaluated."""
@@ -122,21 +126,7 @@ class TextTask:
             return logit_spreads(model, inputs[:, :SPREAD_TOKENS].to(device))
 
 
-class DrawnTask(TextTask):
-    """Prediction of targets that are drawn, so that sequences have different numbers of them."""
-
-    def evaluate(self, model: torch.nn.Module, batch_size: int, autocast: Autocast) -> dict[str, float]:
-        """Return the mean loss of all targets of the plan's evaluation, in nats, and their number."""
-        starts, length = self.plan.evaluation_starts, self.context_length
-        streams = [(0, EVALUATION, number) for number in range(len(starts))]
-        parts = (slice(at, at + batch_size) for at in range(0, len(starts), batch_size))
-        batches = (self.objective.batch(self.validation, starts[part], length, streams[part]) for part in parts)
-        losses, predicted = batch_losses(model, batches, autocast)
-        number = int(predicted.sum())
-        return {"loss": losses.sum().item() / number, self.objective.counted: number}
-
-
-class MaskedTask(DrawnTask):
+class MaskedTask(TextTask):
     """Prediction of masked tokens, by an encoder. A tokenizer without a mask token is given one."""
 
     model_class = LeanForMaskedLM
@@ -170,7 +160,7 @@ class MaskedTask(DrawnTask):
         """Nothing: an encoder does not generate."""
 
 
-class PrefixTask(DrawnTask):
+class PrefixTask(TextTask):
     """Prediction of what follows a prefix."""
 
     predicts = AfterPrefix.predicts

@@ -235,6 +235,7 @@ class Family:
             overrides[ours] = setting if isinstance(setting, bool) else getattr(stock, setting)
         overrides |= self.read(stock)
         if self.partial_rope is not None:
+            stock.standardize_rope_params()  # once more, as their rotary embedding does: fields beside these count too
             overrides["rope_parameters"] = read_rope(stock.rope_parameters, self.partial_rope)
         # Whole numbers and null may stand for a rate there.
         dropouts = [name for name in overrides if name.endswith("_dropout")]
