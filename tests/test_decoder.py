@@ -307,7 +307,7 @@ def test_a_step_of_other_rows_than_the_prompts_is_refused(bits, steps):
             one.step(ids[:, place])
     for rows in (1, 3):
         with pytest.raises(
-            ValueError, match=rf"a step of \[rows, heads\] \[{rows}, .\] does not go with a cache of \[2, .\]"
+            ValueError, match=rf"a step of \[rows, heads\] \[{rows}, .\] does not fit a cache of \[2, .\]"
         ):
             decoder.step(torch.ones(rows, dtype=torch.long))
     assert decoder.step(ids[:, 5]).equal(other.step(ids[:, 5]))

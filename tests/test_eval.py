@@ -292,6 +292,27 @@ def test_a_local_task_by_hand(checkpoints, cli, local_tasks, tmp_path, name):
     assert (record["tasks"]["animals"]["examples"], record["tasks"]["animals"]["of"], record["limit"]) == (2, 4, 2)
 
 
+def test_a_task_whose_answers_are_generated(checkpoints, cli, local_tasks, tmp_path):
+    animals = (local_tasks / "animals.yaml").read_text()
+    said = (
+        animals.partition("doc_to_target")[0]
+        .replace(": animals", ": said")
+        .replace("multiple_choice", "generate_until")
+    )
+    (local_tasks / "said.yaml").write_text(
+        f"""{said}doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{max_gen_toks: 3, until: ["\\n"], do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+    )
+    out = tmp_path / "record.json"
+    task = ("--tasks", "said", "--include-path", str(local_tasks), "--out", str(out))
+    code, _, errors = cli("eval", str(checkpoints / "gpt"), *task)
+    assert code == 0, errors
+    assert json.loads(out.read_text())["tasks"]["said"]["exact_match"] in (0, 0.25, 0.5, 0.75, 1)
+
+
 def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkeypatch):
     """lm-eval's own remarks are silenced by replacing the standard error; the lines go to the real one."""
     monkeypatch.setattr("leanqkv.progress.LOG_SECONDS", 0.001)

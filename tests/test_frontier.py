@@ -113,6 +113,27 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
     assert code == 2 and "holds another frontier (calibration: " in errors
 
 
+def test_a_budget_at_a_length_is_another_frontier_than_one_without(place: Path, unwrapped) -> None:
+    asked = (
+        *ASKED,
+        "--calibrations",
+        "1",
+        "--contexts",
+        "0",
+        "--kinds",
+        "merged-values",
+        "--cache-bits",
+        "16",
+        "--out",
+    )
+    at = ("--at-context", "128")
+    for name, first, then in (("with", at, ()), ("without", (), at)):
+        assert unwrapped(*asked, name, *first)[0] == 0
+        code, _, errors = unwrapped(*asked, name, *then)
+        assert code == 2 and f"{name} holds another frontier (at_context: " in errors
+        assert unwrapped(*asked, name, *first)[0] == 0
+
+
 def test_the_page(measured: Path) -> None:
     page = KIND.write(measured).read_text()
     speed = "speed of one sequence after 16 tokens, of the source&#x27;s"

@@ -537,7 +537,7 @@ def test_optimizers_that_are_refused(data):
     with pytest.raises(LeanError, match="`optimizer` must be adamw or muon, found 'lion'"):
         recipe("tiny", optimizer="lion")
     muon = recipe("tiny", optimizer="muon")
-    with pytest.raises(LeanError, match="`optimizer=muon` reads whole matrices, which `shard` splits"):
+    with pytest.raises(LeanError, match="`optimizer=muon` is for whole matrices: not with `shard`"):
         spec(data, recipe=muon, shard="fsdp")
     assert recipe_differences([[vars(recipe("tiny")), vars(muon)]]) == ["the optimizer (adamw, muon)"]
 

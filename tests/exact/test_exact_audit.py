@@ -18,9 +18,9 @@ from exact_models import (
 )
 from expected_eliminations import weights_fewer
 
-from leanqkv import LeanConfig, LeanError, count_parameters
+from leanqkv import LeanConfig, LeanError, LeanForCausalLM, count_parameters
 from leanqkv.checkpoints.families import FAMILIES
-from leanqkv.eliminate import findings, parse_request, transform, weight_table
+from leanqkv.eliminate import eliminate, findings, parse_request, transform, weight_table
 from leanqkv.eliminate.audit import spectra
 
 NORMS_OFF = {"norm_type": "layernorm", "norm_bias": True, "norm_eps": 1e12, **BIASES}
@@ -187,3 +187,11 @@ def test_graefs_table() -> None:
         assert set(integers) <= set(values)
         assert f"{values[-4] / 1e9:.1f}" == total and f"{values[-3] / 1e9:.1f}" == without
         assert f"{100 * values[-2]:.0f}" == saving and f"{values[-1]:.2f}" == speedup
+
+
+def test_a_result_in_sixteen_bits_keeps_the_frequencies_of_rotary_positions() -> None:
+    """As a saved one that is loaded does."""
+    model = LeanForCausalLM(small(position_embedding_type="rope", hidden_size=24)).eval()
+    found = eliminate(model, "block-diagonal", dtype=torch.bfloat16).model
+    assert {parameter.dtype for parameter in found.parameters()} == {torch.bfloat16}
+    assert [*found.buffers()] and all(buffer.dtype != torch.bfloat16 for buffer in found.buffers())

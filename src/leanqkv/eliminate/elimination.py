@@ -66,7 +66,9 @@ def eliminate(
     before = config, finite(tensors)
     result = transform(*before, request)
     stored = {name: tensor.to(dtype) for name, tensor in result.tensors.items()}
-    eliminated = MODELS[config.task](result.config).to(dtype)
+    eliminated = MODELS[config.task](result.config)
+    for parameter in eliminated.parameters():  # and not buffers: frequencies of rotary positions stay exact
+        parameter.data = parameter.data.to(dtype)
     tied = bool(config.tie_word_embeddings and result.config.tie_word_embeddings)
     eliminated.load_state_dict(stored, strict=not tied)
     after = result.config, stored

@@ -168,7 +168,8 @@ def task_scores(
         lm = lm_eval.models.huggingface.HFLM(**given, mixed_precision_dtype=autocast_dtype)
         scorer = Likelihoods(model, tokenizer, lm.max_length, batch_size, autocast_dtype, cache_bits, progress)
         lm._loglikelihood_tokens = scorer
-        with model.register_forward_pre_hook(scorer.check_ids), model.register_forward_hook(scorer.check_logits):
+        before = model.register_forward_pre_hook(scorer.check_ids, with_kwargs=True)
+        with before, model.register_forward_hook(scorer.check_logits):
             results = lm_eval.evaluate(lm, dict(tasks), limit=limit)
     answers, depths = {}, {}
     for name, questions in results["samples"].items():
@@ -230,9 +231,10 @@ class Likelihoods:
                 self.progress(self.read)
         return found
 
-    def check_ids(self, _model: Any, inputs: Any) -> None:
+    def check_ids(self, _model: Any, inputs: Any, named: Any = None) -> None:
         """Check what a model reads; of tasks that generate text, as a hook of its calls."""
-        check_ids(inputs[0], self.model.config.vocab_size, self.tokenizer, "a task's text")
+        ids = inputs[0] if inputs else named["input_ids"]
+        check_ids(ids, self.model.config.vocab_size, self.tokenizer, "a task's text")
 
     def check_logits(self, _model: Any, _inputs: Any, output: Any) -> None:
         """Check what a model makes in a call, of which lm-eval would take the first token for the likeliest one."""

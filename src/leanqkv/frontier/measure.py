@@ -70,9 +70,9 @@ class Frontier:
     def __post_init__(self) -> None:
         count = max(1, self.evaluated_tokens // self.length)
         self._windows = [spread_windows(len(text.tokens), self.length, count) for text in self.texts]
-        # Not every frontier has these.
-        self._more: dict[str, Any] = {} if self.at_context is None else {"at_context": self.at_context}
-        self._more |= {} if self.questions is None else {"questions": self.questions.record()}
+        # Not every frontier has these. One without them is another one than with them.
+        asked = {"at_context": self.at_context, "questions": self.questions and self.questions.record()}
+        self._more = {name: value for name, value in asked.items() if value is not None}
         self._job = {
             "source": source_hashes(self.source),
             "calibration": tokens_hash(self.samples),
@@ -81,7 +81,7 @@ class Frontier:
             "length": self.length,
             "device": str(self.device),
             "versions": versions(),
-            **self._more,
+            **asked,
         }
 
     def run(self) -> dict[str, Any]:

@@ -285,8 +285,7 @@ def write(states: Tensor, buffer: Tensor, place: int | Tensor) -> None:
         ValueError: other rows or heads than the buffer's.
     """
     if states.shape[:2] != buffer.shape[:2]:
-        given, held = [*states.shape[:2]], [*buffer.shape[:2]]
-        raise ValueError(f"a step of [rows, heads] {given} does not go with a cache of {held}")
+        raise ValueError(f"a step of [rows, heads] {[*states.shape[:2]]} does not fit a cache of {[*buffer.shape[:2]]}")
     kernels = kernels_for(states, buffer)
     if kernels is None or states.stride(-1) != 1 or buffer.stride(-1) != 1:
         rows = torch.arange(len(buffer)) if isinstance(place, Tensor) else slice(None)

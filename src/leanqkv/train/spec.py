@@ -77,10 +77,8 @@ class RunSpec(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shard and self.recipe.optimizer == "muon":
-            raise LeanError("`optimizer=muon` reads whole matrices, which `shard` splits; leave one of them out")
-        if self.config.get("mlp_type") == "moe" and self.recipe.optimizer == "muon":
-            raise LeanError("`optimizer=muon` leaves out experts (mlp_type=moe), which are no matrices; give adamw")
+        if self.recipe.optimizer == "muon" and (self.shard or self.config.get("mlp_type") == "moe"):
+            raise LeanError("`optimizer=muon` is for whole matrices: not with `shard`, nor experts (mlp_type=moe)")
 
     @property
     def log_interval(self) -> int:

@@ -32,7 +32,7 @@ COMMON = (
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 # What a config.json of any family must say where it says anything: otherwise it is another function.
-ORDINARY = {"quantization_config": None, "per_layer_config": None, "is_causal": True}
+ORDINARY = dict.fromkeys(("quantization_config", "per_layer_config", "transformers_weights")) | {"is_causal": True}
 # Which setting gives a module its bias; no other module has one.
 BIASES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), "attention_bias"),
