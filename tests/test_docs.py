@@ -63,6 +63,7 @@ BENCHMARKS = (
     ("latent_choice", "real/latent-choice.json", "reference-conversion.md"),
     ("tasks", "real/tasks.json", "reference-conversion.md"),
     ("tasks", "real/needle.json", "reference-conversion.md"),
+    ("tasks", "real/needle-4096.json", "reference-conversion.md"),
     ("tasks", "real/recall.json", "reference-conversion.md"),
     ("calibration_time", "conversion/gpt2-small-time.json", "reference-conversion.md"),
     ("decode", "decode/transformers.json", "reference-inference.md"),
