@@ -343,6 +343,15 @@ def test_separate_latents_are_measured_where_they_are_others(fields: dict[str, A
     assert [one.label for one in alone] == ["source", "separate-latents 84%"]
 
 
+def test_kinds_that_cannot_be_built_are_left_out_with_the_reason():
+    """First-layer values of layers whose windows differ."""
+    config = tiny("llama", num_hidden_layers=3, sliding_window=5, window_layers=[0, 1])
+    tensors = LeanForCausalLM(config).state_dict()
+    found, refused = candidates(config, tensors, {"latents": [0.84], "skipv1": []})
+    assert [one.kind for one in found] == ["source", "latents"]
+    assert "another sliding window" in refused["skipv1, mean-v"]
+
+
 def test_the_table_fits_a_terminal_of_80_columns():
     """No number and no header is broken within a word."""
     console = Console(width=80, file=StringIO())

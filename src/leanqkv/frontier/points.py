@@ -11,7 +11,7 @@ from ..cache_bits import CacheBits
 from ..convert.grouped_heads import ratios
 from ..convert.targets import BUDGETED, SMALLER, SWEPT, TARGETS, read_options
 from ..errors import LeanError
-from ..model.config import LeanConfig
+from ..model.config import ConfigError, LeanConfig
 
 SOURCE, KINDS = "source", SMALLER
 # SkipV1 is measured from the weights alone.
@@ -65,7 +65,7 @@ def candidates(
             twin = label.removeprefix("separate-").removeprefix("unrotated-")
             try:
                 made = make()
-            except LeanError as error:
+            except (ConfigError, LeanError) as error:
                 refused[label] = str(error)
                 continue
             if twin != label and any(other.label == twin for other in found) and (reason := made.same_as_latents):
