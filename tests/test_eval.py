@@ -313,6 +313,28 @@ metric_list:
     assert json.loads(out.read_text())["tasks"]["said"]["exact_match"] in (0, 0.25, 0.5, 0.75, 1)
 
 
+def test_a_task_whose_metric_is_no_number_for_a_question(checkpoints, cli, local_tasks, tmp_path):
+    """A perplexity: of every text its log-likelihood and its words."""
+    animals = (local_tasks / "animals.yaml").read_text()
+    text = (
+        animals.partition("doc_to_text")[0]
+        .replace(": animals", ": rolled")
+        .replace("multiple_choice", "loglikelihood_rolling")
+    )
+    (local_tasks / "rolled.yaml").write_text(
+        f"""{text}doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list:
+  - {{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
+"""
+    )
+    out = tmp_path / "record.json"
+    task = ("--tasks", "rolled", "--include-path", str(local_tasks), "--out", str(out))
+    code, _, errors = cli("eval", str(checkpoints / "gpt"), *task)
+    assert code == 0, errors
+    assert json.loads(out.read_text())["tasks"]["rolled"]["word_perplexity"] > 1
+
+
 def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkeypatch):
     """lm-eval's own remarks are silenced by replacing the standard error; the lines go to the real one."""
     monkeypatch.setattr("leanqkv.progress.LOG_SECONDS", 0.001)

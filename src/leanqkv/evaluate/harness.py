@@ -171,11 +171,9 @@ def task_scores(
         before = model.register_forward_pre_hook(scorer.check_ids, with_kwargs=True)
         with before, model.register_forward_hook(scorer.check_logits):
             results = lm_eval.evaluate(lm, dict(tasks), limit=limit)
-    answers, depths = {}, {}
-    for name, questions in results["samples"].items():
-        answers[name] = {metric: [one[metric] for one in questions] for metric in questions[0]["metrics"]}
-        depths[name] = _by_depth(questions)
-    figures = {name: _figures(name, results) | depths.get(name, {}) for name in results["results"]}
+    asked: dict[str, Any] = results["samples"]
+    answers = {name: {kind: [one[kind] for one in own] for kind in own[0]["metrics"]} for name, own in asked.items()}
+    figures = {name: _figures(name, results) | _by_depth(asked.get(name, ())) for name in results["results"]}
     return TaskScores(figures, answers, scorer.cached / max(scorer.read, 1) if cache_bits.quantized else None)
 
 
@@ -255,10 +253,12 @@ def _by_depth(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The means of the metrics of questions at each depth in their text, where they have one."""
     found: dict[str, dict[str, float]] = {}
     for depth in dict.fromkeys(one["doc"].get("depth") for one in questions):
+        if depth is None:  # and the metrics may be no numbers, of which there is no mean
+            return {}
         here = [one for one in questions if one["doc"].get("depth") == depth]
         means = {metric: sum(one[metric] for one in here) / len(here) for metric in here[0]["metrics"]}
         found[str(depth)] = {"questions": len(here), **means}
-    return {} if "None" in found else {"by_depth": found}
+    return {"by_depth": found} if found else {}
 
 
 def paired_answers(before: Mapping[str, list[float]], after: Mapping[str, list[float]]) -> dict[str, dict[str, Any]]:
