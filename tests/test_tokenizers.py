@@ -212,6 +212,15 @@ def test_no_end_token(tmp_path):
         load_tokenizer(write(tmp_path / "a", bytes_form(), eos_token="<end>"))
 
 
+def test_an_end_token_that_the_file_lacks_is_not_the_unknown_one(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<unk>", "</s>"])
+    assert load_tokenizer(write(tmp_path / "has", words, eos_token="</s>", unk_token="<unk>")).eos_token_id == 2
+    with pytest.raises(LeanError, match="needs a fast version and an end-of-text token"):
+        load_tokenizer(write(tmp_path / "lacks", words, eos_token="<end>", unk_token="<unk>"))
+
+
 def test_two_tokens_around_a_text_are_refused(tmp_path):
     form = bytes_form()
     template = {"single": "<s> </s> $A", "special_tokens": [("<s>", 0), ("</s>", 1)]}

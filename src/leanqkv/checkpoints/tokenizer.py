@@ -66,7 +66,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if looks_like_path(str(name)) and not Path(name).exists():
         raise LeanError(f"no tokenizer at {name}: there is no such directory")
     tokenizer = _read(name)
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+    # One that the settings name and the file lacks would be the unknown token.
+    if not tokenizer.is_fast or tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token or "") is None:
         raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
     framing(tokenizer)
     return tokenizer
