@@ -292,47 +292,39 @@ def test_a_local_task_by_hand(checkpoints, cli, local_tasks, tmp_path, name):
     assert (record["tasks"]["animals"]["examples"], record["tasks"]["animals"]["of"], record["limit"]) == (2, 4, 2)
 
 
-def test_a_task_whose_answers_are_generated(checkpoints, cli, local_tasks, tmp_path):
-    animals = (local_tasks / "animals.yaml").read_text()
-    said = (
-        animals.partition("doc_to_target")[0]
-        .replace(": animals", ": said")
-        .replace("multiple_choice", "generate_until")
-    )
-    (local_tasks / "said.yaml").write_text(
-        f"""{said}doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{max_gen_toks: 3, until: ["\\n"], do_sample: false}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-"""
-    )
-    out = tmp_path / "record.json"
-    task = ("--tasks", "said", "--include-path", str(local_tasks), "--out", str(out))
-    code, _, errors = cli("eval", str(checkpoints / "gpt"), *task)
-    assert code == 0, errors
-    assert json.loads(out.read_text())["tasks"]["said"]["exact_match"] in (0, 0.25, 0.5, 0.75, 1)
+# What lm-eval asks of a model -> the lines of such a task behind its texts, and the least and most it can score.
+OTHER_TASKS = {
+    "generate_until": (
+        """doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {max_gen_toks: 3, until: ["\\n"], do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+        (0, 1),
+    ),
+    "loglikelihood_rolling": (  # of every text its log-likelihood and its words
+        """doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+""",
+        (1, math.inf),
+    ),
+}
 
 
-def test_a_task_whose_metric_is_no_number_for_a_question(checkpoints, cli, local_tasks, tmp_path):
-    """A perplexity: of every text its log-likelihood and its words."""
-    animals = (local_tasks / "animals.yaml").read_text()
-    text = (
-        animals.partition("doc_to_text")[0]
-        .replace(": animals", ": rolled")
-        .replace("multiple_choice", "loglikelihood_rolling")
-    )
-    (local_tasks / "rolled.yaml").write_text(
-        f"""{text}doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list:
-  - {{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
-"""
-    )
+@pytest.mark.parametrize("kind", OTHER_TASKS)
+def test_a_task_that_is_no_choice(checkpoints, cli, local_tasks, tmp_path, kind):
+    """Answers that are generated, and a metric that is no number for one question."""
+    lines, (least, most) = OTHER_TASKS[kind]
+    texts = (local_tasks / "animals.yaml").read_text().partition("doc_to_text")[0]
+    texts = texts.replace(": animals", ": other").replace("multiple_choice", kind)
+    (local_tasks / "other.yaml").write_text(texts + lines)
     out = tmp_path / "record.json"
-    task = ("--tasks", "rolled", "--include-path", str(local_tasks), "--out", str(out))
+    task = ("--tasks", "other", "--include-path", str(local_tasks), "--out", str(out))
     code, _, errors = cli("eval", str(checkpoints / "gpt"), *task)
     assert code == 0, errors
-    assert json.loads(out.read_text())["tasks"]["rolled"]["word_perplexity"] > 1
+    figures = json.loads(out.read_text())["tasks"]["other"]
+    assert least <= figures[lines.partition("metric: ")[2].partition(",")[0]] <= most
 
 
 def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkeypatch):

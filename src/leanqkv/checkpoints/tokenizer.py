@@ -66,9 +66,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if looks_like_path(str(name)) and not Path(name).exists():
         raise LeanError(f"no tokenizer at {name}: there is no such directory")
     tokenizer = _read(name)
-    # One that the settings name and the file lacks would be the unknown token.
+    # An end token that the settings name and the file lacks would be read as the unknown token.
     if not tokenizer.is_fast or tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token or "") is None:
-        raise LeanError(f"the tokenizer {name} cannot be used: it needs a fast version and an end-of-text token")
+        raise LeanError(f"the tokenizer {name} is unusable: it needs a fast version and an end-of-text token in {FILE}")
     framing(tokenizer)
     return tokenizer
 

@@ -276,7 +276,7 @@ def load_comparison(directory: str | Path) -> ComparisonRecord:
             continue
         if (scores := path.with_name("tasks.json")).exists():
             found = read_record(scores, TASKS, AGAIN)
-            # Those of another number of questions are of an earlier start, to be scored again.
+            # Scores with another `limit` come from an earlier start; they are made again.
             figures = found["tasks"] if found.get("limit") == plan.get("limit") else {}
             # Groups of tasks, which have no examples of their own, are means of the others.
             single = {name: one["acc"] for name, one in figures.items() if "acc" in one and one.get("examples", 1)}

@@ -70,7 +70,7 @@ class Frontier:
     def __post_init__(self) -> None:
         count = max(1, self.evaluated_tokens // self.length)
         self._windows = [spread_windows(len(text.tokens), self.length, count) for text in self.texts]
-        # Not every frontier has these. One without them is another one than with them.
+        # Not every frontier has these; one without them cannot go on with them, nor the other way round.
         asked = {"at_context": self.at_context, "questions": self.questions and self.questions.record()}
         self._more = {name: value for name, value in asked.items() if value is not None}
         self._job = {

@@ -81,9 +81,10 @@ def position_limit(config: LeanConfig, positions: int) -> str:
 class Decoder:
     """Generate the tokens that `model.generate` gives, with less work around each step.
 
-    The cache has exactly as many places as there will be tokens. Weights are the model's own, but for copies of those
-    that are read in another layout. What a model gets between two prompts is seen at the second: other weights, dtypes,
-    hooks and adapters; but not numbers that are written through `.data`, past PyTorch's count of changes.
+    The cache has exactly as many places as there will be tokens. Weights are the model's own, except for copies of
+    those that are read in another layout. Changes of the model between two prompts take effect at the second: weights,
+    dtypes, hooks, adapters. A copy misses only numbers written in place through `.data`, which PyTorch does not count
+    as changes.
     """
 
     def __init__(

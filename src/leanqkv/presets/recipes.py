@@ -44,7 +44,8 @@ class Recipe:
                 "change one of them"
             )
         length = self.schedule_steps or self.steps
-        if self.warmup_steps > length - (length < self.steps):  # without a cosine none of these ends at the minimum
+        # Behind a schedule that is all warm-up the rate would stay at its peak.
+        if self.warmup_steps > length - (length < self.steps):
             found = f"a warm-up of {self.warmup_steps:,} steps is not shorter than the schedule of {length:,}"
             raise LeanError(f"{found}; give fewer `warmup_steps`")
 
