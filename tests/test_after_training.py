@@ -233,6 +233,10 @@ def test_the_report_has_the_tasks_of_all_scored_runs_and_no_groups(scored):
         assert markdown(load_comparison(out)) == whole
         file.write_text(json.dumps({**record, "tasks": {TASKS[0]: record["tasks"][TASKS[0]]}}))
         fewer = markdown(load_comparison(out))
+        file.write_text(json.dumps({**record, "limit": 3}))
+        of_another_limit = markdown(load_comparison(out))
+        file.unlink()
+        assert of_another_limit == markdown(load_comparison(out)) != whole
     finally:
         file.write_text(before)
     kept = {one: one.read_text() for one in out.glob("runs/*/tasks.json")}
