@@ -188,6 +188,20 @@ def test_windows_that_no_token_shows_are_not_one_function(folder, unwrapped, win
     assert found == code and words in err
 
 
+def test_the_last_positions_are_compared_too(folder, unwrapped):
+    save("learned", "gpt", max_position_embeddings=200)
+    shutil.copytree("learned", "other")
+    tensors = load_file("other/model.safetensors")
+    tensors["model.embed_positions.weight"][190, 3] += 1.0
+    save_file(tensors, "other/model.safetensors", metadata={"format": "pt"})
+    scaled = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 100}
+    for name, long in (("long", 4.0), ("longer", 5.0)):
+        factors = {"short_factor": [1.0] * 4, "long_factor": [long] * 4}
+        save(name, "llama", max_position_embeddings=200, rope_parameters={**scaled, **factors})
+    for pair, expected in ((("learned", "other"), 1), (("long", "longer"), 1), (("long", "long"), 0)):
+        assert unwrapped("verify", *pair)[0] == expected
+
+
 @pytest.mark.slow
 def test_import_and_export_lead_back(folder, unwrapped):
     llama = save_llama("llama", max_shard_size="20KB")

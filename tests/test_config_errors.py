@@ -123,6 +123,18 @@ def test_saved_configuration_is_the_same(config: LeanConfig, tmp_path: Path) -> 
         assert written.get(name) == getattr(config, name), name
 
 
+@pytest.mark.parametrize("key, value", [("partial_rotary_factor", 0.5), ("original_max_position_embeddings", 8)])
+def test_rotary_settings_beside_the_others_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    """transformers would read them; where no position is rotary they are notes."""
+    for shape in ("llama", "gpt"):
+        tiny(shape).save_pretrained(tmp_path / shape)
+        file = tmp_path / shape / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=f"'{key}': rotary positions are set by rope_parameters"):
+        LeanConfig.from_pretrained(tmp_path / "llama")
+    assert getattr(LeanConfig.from_pretrained(tmp_path / "gpt"), key) == value
+
+
 def test_defaults_are_filled_in() -> None:
     config = tiny("gpt")
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)

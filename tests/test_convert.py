@@ -250,6 +250,28 @@ def test_convert_and_frontier_count_bytes_at_a_context(place, unwrapped):
         assert code == 2 and "--at-context must be from 1 to" in err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_every_command_reads_files_of_tokens(place, unwrapped, has_tokenizer):
+    """In the checkpoint's own tokens, with what its tokenizer puts around a text, if it has one."""
+    save("source")
+    torch.randint(97, (8000,)).numpy().astype("uint16").tofile("tokens.bin")
+    for file in [] if has_tokenizer else Path("source").glob("tokenizer*"):
+        file.unlink()
+    texts = ("--calibration", "tokens.bin", "--tokens", "2000", "--sequence-length", "32", "--evaluate", "tokens.bin")
+    frontier = ("--kinds", "latents:75%", "--contexts", "0", "--calibrations", "1", "--evaluate-tokens", "64")
+    uptraining = ("--data", "tokens.bin", "--steps", "2", "--batch-size", "2", "--context-length", "16")
+    for command, *options in (
+        ("eval", "source", "--data", "tokens.bin", "--context-length", "16"),
+        ("convert", "source", "--cache", "75%", *texts, "--out", "less"),
+        ("frontier", "source", *texts, *frontier, "--out", "frontier"),
+        ("uptrain", "source", *uptraining, "--evaluation-sequences", "2", "--out", "more"),
+    ):
+        code, _, err = unwrapped(command, *options)
+        assert (code, err) == (0, ""), command
+    assert Path("more/tokenizer.json").exists() == has_tokenizer
+
+
 def test_the_ratio_is_one_half_where_it_is_not_given(place, unwrapped):
     save("source")
     for name, options in (("default", ()), ("half", ("--ratio", "0.5")), ("quarter", ("--ratio", "0.25"))):

@@ -16,6 +16,7 @@ import torch
 
 from experiments.vision.task import image_plan, make_image_plan
 from leanqkv import LeanError
+from leanqkv.checkpoints.tokenizer import load_tokenizer
 from leanqkv.data import prepare as prepare_module
 from leanqkv.data.batches import batch_plan, check_plan, collate, make_batch_plan
 from leanqkv.data.cache import cached_directory
@@ -235,6 +236,22 @@ def test_a_tokenizer_beside_token_files_is_theirs_if_it_has_their_tokens(tmp_pat
     assert tokenizer() is None
     train_tokenizer(iter(TEXT), 300).save_pretrained(tmp_path / "tokenizer")
     assert tokenizer() is not None
+
+
+def test_the_tokenizer_of_token_files_may_be_elsewhere(tmp_path):
+    (np.arange(1000, dtype=np.uint16) % 280).tofile(tmp_path / "all.bin")
+    for size in (270, 300):
+        train_tokenizer(iter(TEXT), size).save_pretrained(tmp_path / str(size))
+
+    def prepared(tokenizer):
+        return prepare_data(str(tmp_path / "all.bin"), vocab_size=300, tokenizer=str(tmp_path / tokenizer))
+
+    assert prepared("300").tokenizer.get_vocab() == load_tokenizer(tmp_path / "300").get_vocab()
+    assert prepared(".").tokenizer is None  # a checkpoint without a tokenizer
+    with pytest.raises(LeanError, match=r"has token 279, the tokenizer .*270 ends at 269: another one has made"):
+        prepared("270")
+    with pytest.raises(LeanError, match="no tokenizer at"):
+        prepared("nowhere")
 
 
 def _numbers() -> bytes:

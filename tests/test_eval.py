@@ -168,7 +168,7 @@ def test_tokens_without_text_have_no_bytes(checkpoints, tmp_path):
     np.arange(100, dtype="uint16").tofile(tmp_path / "train.bin")
     np.arange(50, dtype="uint16").tofile(tmp_path / "val.bin")
     whole, held_out = (
-        evaluation_text(str(tmp_path), tokenizer="nowhere", vocab_size=VOCABULARY, split=split)
+        evaluation_text(str(tmp_path), tokenizer=tmp_path, vocab_size=VOCABULARY, split=split)
         for split in ("whole", "validation")
     )
     assert (len(whole.tokens), len(held_out.tokens), whole.bytes) == (150, 50, None)
@@ -325,6 +325,23 @@ def test_a_task_that_is_no_choice(checkpoints, cli, local_tasks, tmp_path, kind)
     assert code == 0, errors
     figures = json.loads(out.read_text())["tasks"]["other"]
     assert least <= figures[lines.partition("metric: ")[2].partition(",")[0]] <= most
+
+
+def test_filters_of_answers_are_metrics_of_their_own(checkpoints, local_tasks):
+    from leanqkv.evaluate.harness import load_tasks, task_scores
+
+    lines, _ = OTHER_TASKS["generate_until"]
+    texts = (local_tasks / "animals.yaml").read_text().partition("doc_to_text")[0]
+    texts = texts.replace(": animals", ": other").replace("multiple_choice", "generate_until")
+    filters = ("filter_list:", *(f"  - {{name: {name}, filter: [{{function: take_first}}]}}" for name in ("a", "b")))
+    (local_tasks / "other.yaml").write_text(texts + lines + "\n".join(filters))
+    model, tokenizer = model_of(checkpoints, "gpt"), load_tokenizer(checkpoints / "gpt")
+    scores = task_scores(model, tokenizer, load_tasks(["other"], local_tasks))
+    assert {name: len(values) for name, values in scores.answers["other"].items()} == {
+        "exact_match,a": len(QUESTIONS),
+        "exact_match,b": len(QUESTIONS),
+    }
+    assert scores.answers["other"].keys() <= scores.figures["other"].keys()
 
 
 def test_scoring_tasks_is_visible_in_a_log(checkpoints, cli, local_tasks, monkeypatch):

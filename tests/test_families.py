@@ -215,14 +215,17 @@ def test_old_files_with_buffers_and_without_the_head(case, tmp_path):
     reference = stock_model(case)
     reference.config.save_pretrained(tmp_path)
     base = getattr(reference, reference.base_model_prefix)
-    tensors = dict(base.state_dict())
-    tensors |= {name.format(i): torch.ones(2, dtype=torch.bool) for i in range(3) for name in BUFFERS[case]}
+    tensors, buffers = dict(base.state_dict()), [name.format(i) for i in range(3) for name in BUFFERS[case]]
+    tensors |= {name: torch.ones(2, dtype=torch.bool) for name in buffers}
     if not reference.config.tie_word_embeddings:
         tensors["lm_head.weight"] = reference.lm_head.weight.detach()
     for prefix in ("", f"{reference.base_model_prefix}."):
         prefixed = {name if name == "lm_head.weight" else prefix + name: tensor for name, tensor in tensors.items()}
         torch.save(prefixed, tmp_path / "pytorch_model.bin")
         assert_near(logits(ours(open_checkpoint(tmp_path))), logits(reference), 1e-5)
+    halves = {name: tensor.half() for name, tensor in tensors.items()} | {name: torch.ones(2) for name in buffers}
+    torch.save(halves, tmp_path / "pytorch_model.bin")
+    assert open_checkpoint(tmp_path).dtype == torch.float16
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)

@@ -16,6 +16,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -197,6 +198,17 @@ def test_tokens_of_the_settings_alone_have_their_numbers(tmp_path):
     declared = {str(number + 1): {"content": "<|x|>", "special": True}}
     with pytest.raises(LeanError, match=rf"gives '<\|x\|>' the number {number + 1}, tokenizer.json {number}"):
         load_tokenizer(write(tmp_path / "b", form, added_tokens_decoder=declared))
+
+
+def test_tokens_that_the_settings_name_are_special_ones(tmp_path):
+    """As transformers has it, which numbers those that the file lacks."""
+    form = bytes_form()
+    place = write(tmp_path / "a", form, pad_token="<pad>", additional_special_tokens=["<|user|>", "</s>"])
+    theirs, loaded = PreTrainedTokenizerFast.from_pretrained(place), load_tokenizer(place)
+    for text in ("a<|user|>b", "<pad>", "a</s>b"):
+        assert ids(loaded, text) == ids(theirs, text)
+    assert loaded.pad_token_id == theirs.pad_token_id >= form.get_vocab_size()
+    assert len(ids(loaded, "<|user|>")[0]) == 1
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -51,6 +51,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "stock": (lambda: LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES)), "a LlamaForCausalLM cannot be"),
     "no head": (lambda: build().model, "a LeanModel cannot be decoded, only a LeanForCausalLM"),
     "another head": (lambda: LeanForMaskedLM(tiny("gpt", task="masked_lm")), "a LeanForMaskedLM cannot be decoded"),
+    "its own copy": (lambda: Decoder(build()).model, "this model is a Decoder's own copy"),
     "a layer": (lambda: nn.Linear(2, 2), "a Linear cannot be decoded"),
     "nothing": (lambda: None, "a NoneType cannot be decoded"),
     "a name": (lambda: "runs/a", "a str cannot be decoded"),

@@ -62,7 +62,9 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest dtype that holds every stored weight."""
-        return reduce(torch.promote_types, self.stored.dtypes.values())
+        ignorable = FAMILIES[self.family].ignorable if self.family else ()
+        weights = (dtype for name, dtype in self.stored.dtypes.items() if not name.endswith(ignorable))
+        return reduce(torch.promote_types, weights)
 
     @property
     def architecture(self) -> str:
@@ -128,13 +130,15 @@ def load_model(opened: Checkpoint, dtype: torch.dtype | None = None) -> Any:
         parameter.data = torch.empty_like(parameter, dtype=config.dtype)
     model.tie_weights()
     load_weights(model, opened.tensors)
-    if (opened.directory / GENERATION).is_file() and model.can_generate():
-        model.generation_config = read_generation_config(opened.directory)
+    if model.can_generate() and (settings := read_generation_config(opened.directory)) is not None:
+        model.generation_config = settings
     return model.eval()
 
 
-def read_generation_config(directory: Path) -> GenerationConfig:
-    """Return the settings of generation in a directory; raise a LeanError that names a wrong one."""
+def read_generation_config(directory: Path) -> GenerationConfig | None:
+    """Return the settings of generation in a directory, if it has any; raise a LeanError that names a wrong one."""
+    if not (directory / GENERATION).is_file():
+        return None
     for name, value in read_json(directory / GENERATION).items():
         if expected := _wrong_setting(name, value):
             found = f"{name} must be {expected}, found {value!r}"

@@ -104,7 +104,8 @@ def _from_files(name: str) -> Any:
     exact.no_truncation()
     exact.no_padding()
     _check_ids(exact)
-    _add_declared(exact, tokenizer.init_kwargs.get("added_tokens_decoder") or {})
+    named = {at: token for at, token in tokenizer.added_tokens_decoder.items() if str(token) != tokenizer.eos_token}
+    _add_declared(exact, named | (tokenizer.init_kwargs.get("added_tokens_decoder") or {}))
     set_backend(tokenizer, exact)
     return tokenizer
 
@@ -119,7 +120,7 @@ def _check_ids(tokenizer: Tokenizer) -> None:
 
 
 def _add_declared(tokenizer: Tokenizer, declared: Mapping[Any, Any]) -> None:
-    """Add the tokens that the settings number and the file lacks, as makers do who add tokens to a finished file."""
+    """Add the tokens that the settings number or name and the file lacks, as makers add tokens to a finished file."""
     vocabulary = tokenizer.get_vocab()
     for number, token in sorted((int(number), token) for number, token in declared.items()):
         token = token if isinstance(token, AddedToken) else AddedToken(**token)

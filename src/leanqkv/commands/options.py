@@ -72,7 +72,8 @@ class DataOptions(TextOptions):
     """The data of a run.
 
     Options:
-        tokenizer: Directory or hub name. Default: a byte-level BPE trained on the data.
+        tokenizer: Directory or hub name; of files of tokens the one that made them. Default: a byte-level BPE trained
+            on the data.
     """
 
     tokenizer: str | None = None

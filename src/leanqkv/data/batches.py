@@ -225,16 +225,19 @@ def collate(tokens: Tokens, starts: Starts, context_length: int) -> dict[str, to
     """Return one batch: `input_ids` and, one token on, `shift_labels`, both int64 [batch, context_length].
 
     Where the tokenizer begins a text with a token, every sequence begins with it, in place of its own first token, and
-    the label where a text begins is IGNORED: the token is given, and no model is meant to predict it.
+    the label where a text begins is IGNORED: the token is given, and no model is meant to predict it. Then there are
+    `labels` too, for transformers' Trainer, which counts the targets of a whole batch only where there are some.
 
     Args:
         tokens: an array, or what gives slices as one does.
     """
-    windows = np.stack([tokens[start : start + context_length + 1] for start in np.asarray(starts).tolist()])
-    batch = torch.from_numpy(windows.astype(np.int64))
-    inputs, labels = batch[:, :-1].clone(), batch[:, 1:].clone()  # one sequence would be given views of itself
+    rows = np.stack([tokens[start : start + context_length + 1] for start in np.asarray(starts).tolist()])
+    windows = torch.from_numpy(rows.astype(np.int64))
+    inputs, labels = windows[:, :-1].clone(), windows[:, 1:].clone()  # one sequence would be given views of itself
+    batch = {"input_ids": inputs, "shift_labels": labels}
     if (around := getattr(tokens, "around", None)) is not None and around.begin is not None:
         inputs[:, 0] = around.begin
         if around.unpredicted is not None:
             labels[labels == around.unpredicted] = IGNORED
-    return {"input_ids": inputs, "shift_labels": labels}
+            batch["labels"] = inputs.masked_fill(inputs == around.unpredicted, IGNORED)
+    return batch

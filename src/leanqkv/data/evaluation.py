@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..checkpoints.tokenizer import Framing, framing, has_tokenizer, load_tokenizer
+from ..checkpoints.tokenizer import Framing, framing, load_tokenizer
 from ..errors import LeanError
 from ..files import hash_files
 from ..model.registry import suggest
@@ -101,7 +101,7 @@ def evaluation_text(
         if max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: `max_documents` does not apply to it")
         parts = [stored.validation()] if split == "validation" else [stored.train(), stored.validation()]
-        around = framing(load_tokenizer(tokenizer)) if has_tokenizer(tokenizer) else None
+        around = stored.made_with(str(tokenizer)).around
         return EvaluationText(stored.description, split, _begun(np.concatenate(parts), around))
     if split == "validation" and max_documents is not None and max_documents < VALIDATION_SHARE:
         raise LeanError(f"one document of {VALIDATION_SHARE} is held out: give as many `max_documents`, or more")

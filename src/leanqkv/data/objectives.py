@@ -138,7 +138,7 @@ class AfterPrefix(NextToken):
     def with_targets(self, batch: dict[str, Tensor], drawn: Sequence[np.ndarray]) -> dict[str, Tensor]:
         mask = prefix_mask([int(length[0]) for length in drawn], batch["input_ids"].shape[1])
         within = torch.nn.functional.pad(mask, (0, 1))[:, 1:].bool()  # whose targets are seen
-        # `labels` are for transformers' Trainer, which counts the targets of a whole batch only where there are some.
+        # `labels` as in `collate`.
         labels = batch["input_ids"].masked_fill(mask.bool(), IGNORED)
         shifted = batch["shift_labels"].masked_fill(within, IGNORED)
         return {**batch, "shift_labels": shifted, "labels": labels, "prefix_mask": mask}

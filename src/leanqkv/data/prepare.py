@@ -40,7 +40,8 @@ def prepare_data(
     Args:
         source: see `open_corpus`; or files of tokens, see `stored_tokens`; or a mixture of texts, see `parse_mixture`.
         vocab_size: the model's vocabulary, which every token must fit into.
-        tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus.
+        tokenizer: a directory or hub name; None trains a byte-level BPE of `vocab_size` on the corpus. Of files of
+            tokens the one that has made them; then a directory may be without.
         max_documents, workers: documents read, at most; processes that tokenize.
         left_free: numbers at the end of the vocabulary that a tokenizer trained here does not use.
         progress: called with the current phase and how much of it is done.
@@ -52,9 +53,9 @@ def prepare_data(
     if len(parts := parse_mixture(source)) > 1:
         return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, workers, progress)
     if source is not None and (tokens := stored_tokens(Path(source), whole)) is not None:
-        if tokenizer is not None or max_documents is not None:
-            raise LeanError(f"{source} holds tokens, not text: `tokenizer` and `max_documents` do not apply to it")
-        return tokens
+        if max_documents is not None:
+            raise LeanError(f"{source} holds tokens, not text: `max_documents` does not apply to it")
+        return tokens if tokenizer is None else tokens.made_with(tokenizer)
     progress("reading the data")
     corpus = open_corpus(source, text_field)
     named = load_tokenizer(tokenizer) if tokenizer is not None else None

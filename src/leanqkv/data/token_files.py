@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..checkpoints.tokenizer import Framing, framing, load_tokenizer, vocabulary
+from ..checkpoints.tokenizer import Framing, framing, has_tokenizer, load_tokenizer, vocabulary
 from ..errors import LeanError
 from ..files import hash_files
 from .cache import remembered
@@ -78,6 +78,7 @@ class TokenData:
         train_shards: the files of the training tokens.
         validation_shards: the files of the held-out tokens.
         parts: of a mixture, each text's description, sha256, share and tokens.
+        tokenizer_directory: or hub name, of the tokenizer, where it is not in `directory`.
     """
 
     kind: ClassVar[str] = "text"
@@ -91,6 +92,7 @@ class TokenData:
     train_shards: Sequence[Shard]
     validation_shards: Sequence[Shard]
     parts: Sequence[Mapping[str, Any]] = ()
+    tokenizer_directory: str | None = None
 
     @property
     def train_tokens(self) -> int:
@@ -132,16 +134,36 @@ class TokenData:
         A folder of that name beside other programs' files may be anything: it is theirs if it has all of their tokens.
         """
         directory = self.directory / "tokenizer"
+        if self.tokenizer_directory is not None:
+            return load_tokenizer(self.tokenizer_directory)
         if not directory.is_dir():
             return None
         if self.bytes_per_token is not None:
             return load_tokenizer(directory)
         with suppress(LeanError):
             tokenizer = load_tokenizer(directory)
-            names = {name for name, _, _ in (*self.train_shards, *self.validation_shards)}
-            if vocabulary(tokenizer) > max(_extremes(self.directory / name, self.dtype)[1] for name in names):
+            if vocabulary(tokenizer) > self._last_token():
                 return tokenizer
         return None
+
+    def _last_token(self) -> int:
+        names = {name for name, _, _ in (*self.train_shards, *self.validation_shards)}
+        return max(_extremes(self.directory / name, self.dtype)[1] for name in names)
+
+    def made_with(self, tokenizer: str) -> "TokenData":
+        """Return the same with the tokenizer of a directory or hub name; without one where a directory has none.
+
+        Raises:
+            LeanError: a tokenizer that does not have all of the tokens.
+        """
+        if Path(tokenizer).exists() and not has_tokenizer(tokenizer):
+            return self
+        if (size := vocabulary(load_tokenizer(tokenizer))) <= (last := self._last_token()):
+            raise LeanError(
+                f"{self.description} has token {last}, the tokenizer {tokenizer} ends at {size - 1}: another one has "
+                "made these tokens"
+            )
+        return replace(self, tokenizer_directory=tokenizer)
 
     @property
     def around(self) -> Framing | None:

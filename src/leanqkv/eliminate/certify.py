@@ -179,12 +179,21 @@ def check_rounding(
 def verify(
     one: Path, other: Path, inputs: Mapping[str, Tensor] | None = None, message: Message = no_message
 ) -> dict[str, Any]:
-    """Return how far the logits of the checkpoint `other` lie from those of `one`, as `compare`."""
+    """Return how far the logits of the checkpoint `other` lie from those of `one`, as `compare`.
+
+    Of tokens at the first positions or at the last, where rotary frequencies may be others: the larger distance.
+    """
     first, second = open_checkpoint(one), open_checkpoint(other)
     before, after = (first.config, finite(first.tensors)), (second.config, finite(second.tensors))
-    inputs = inputs or random_inputs(first.config)
-    message("comparing: the original in fp64")
-    return compare(before, after, inputs, logits(*before, inputs, torch.float64), message)[0]
+    places = [inputs or random_inputs(first.config)]
+    positions = min(first.config.max_position_embeddings, second.config.max_position_embeddings)
+    if (ids := places[0].get("input_ids")) is not None and (before_last := positions - ids.shape[1]) > 0:
+        places.append({**places[0], "position_ids": (before_last + torch.arange(ids.shape[1])).expand_as(ids)})
+    reports = []
+    for given in places:
+        message("comparing: the original in fp64")
+        reports.append(compare(before, after, given, logits(*before, given, torch.float64), message)[0])
+    return max(reports, key=lambda report: report["fp64"]["result"]["relative"])
 
 
 def certificate(

@@ -1,17 +1,18 @@
 """Eliminations carried out on a model in memory or on a directory, with a certificate."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..checkpoints.card import CARD, card, origin
 from ..checkpoints.disabled_norms import norms_disabled
-from ..checkpoints.open import MODELS, open_checkpoint
+from ..checkpoints.open import MODELS, open_checkpoint, read_generation_config
 from ..checkpoints.tensors import finite, weights_hash
 from ..checkpoints.tokenizer import has_tokenizer
 from ..checkpoints.write import Progress, write_model
@@ -54,19 +55,22 @@ def eliminate(
         inputs: of the certificate; by default random token ids from a fixed seed.
     """
     tensors: Mapping[str, Tensor]
+    generation: GenerationConfig | None
     if isinstance(model, PreTrainedModel):
         if not isinstance(model.config, LeanConfig):
             raise LeanError(f"a {type(model).__name__} is not a model of leanqkv; save it and give its directory")
         config, state = model.config, model.state_dict()
-        tensors = {name: state[name] for name in parameter_shapes(config)}
+        tensors, generation = {name: state[name] for name in parameter_shapes(config)}, model.generation_config
     else:
         opened = open_checkpoint(Path(model))
-        config, tensors = opened.config, opened.tensors
+        config, tensors, generation = opened.config, opened.tensors, read_generation_config(opened.directory)
     request = parse_request(remove, layer, max_condition=max_condition, balance=balance)
     before = config, finite(tensors)
     result = transform(*before, request)
     stored = {name: tensor.to(dtype) for name, tensor in result.tensors.items()}
     eliminated = MODELS[config.task](result.config)
+    if generation is not None:
+        eliminated.generation_config = deepcopy(generation)
     for parameter in eliminated.parameters():  # and not buffers: frequencies of rotary positions stay exact
         parameter.data = parameter.data.to(dtype)
     tied = bool(config.tie_word_embeddings and result.config.tie_word_embeddings)

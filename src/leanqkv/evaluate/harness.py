@@ -34,6 +34,8 @@ TASK_SETS: Mapping[str, tuple[str, ...]] = {
 FEW_SHOT_SEED = 1234
 # Tokens of requests that are read at a time, unless one request has more.
 TOKENS_AT_A_TIME = 8192
+# The end of a metric's name, which is the filter that the answers went through, where they go through none.
+NO_FILTER = ",none"
 NAN = "the model's logits are NaN, so its answers cannot be scored; check the weights"
 
 
@@ -172,7 +174,7 @@ def task_scores(
         with before, model.register_forward_hook(scorer.check_logits):
             results = lm_eval.evaluate(lm, dict(tasks), limit=limit)
     asked: dict[str, Any] = results["samples"]
-    answers = {name: {kind: [one[kind] for one in own] for kind in own[0]["metrics"]} for name, own in asked.items()}
+    answers = {name: _answers(own) for name, own in asked.items()}
     figures = {name: _figures(name, results) | _by_depth(asked.get(name, ())) for name in results["results"]}
     return TaskScores(figures, answers, scorer.cached / max(scorer.read, 1) if cache_bits.quantized else None)
 
@@ -261,6 +263,15 @@ def _by_depth(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"by_depth": found} if found else {}
 
 
+def _answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the metrics of each question, those of several filters by the names that `_figures` has."""
+    found: dict[str, list[float]] = {}
+    for one in samples:
+        for metric in one["metrics"]:
+            found.setdefault(f"{metric},{one['filter']}".removesuffix(NO_FILTER), []).append(one[metric])
+    return found
+
+
 def paired_answers(before: Mapping[str, list[float]], after: Mapping[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Return what a second model changes of a task, question by question, for each metric that is a number.
 
@@ -291,9 +302,8 @@ def mean_accuracy(figures: Mapping[str, Mapping[str, Any]]) -> float | None:
 
 
 def _figures(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    # A metric's name ends in the filter that the answers went through, "none" without one.
     metrics = {
-        key.removesuffix(",none"): value
+        key.removesuffix(NO_FILTER): value
         for key, value in results["results"][name].items()
         if "," in key and isinstance(value, int | float)
     }

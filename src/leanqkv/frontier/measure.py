@@ -79,6 +79,7 @@ class Frontier:
             "texts": [text.record() for text in self.texts],
             "evaluated_tokens": self.evaluated_tokens,
             "length": self.length,
+            "contexts": [*self.contexts],
             "device": str(self.device),
             "versions": versions(),
             **asked,

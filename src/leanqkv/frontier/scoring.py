@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ..cache_bits import PLAIN, CacheBits
 from ..data.evaluation import EvaluationText
@@ -124,7 +125,8 @@ class Scorer:
         """The start of the first text and so many greedy tokens, [1, length]."""
         prompt = torch.from_numpy(self.texts[0][0].tokens[: self.prompt].astype("int64"))[None]
         prompt = prompt.to(next(model.parameters()).device)
-        return model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
+        model.generation_config = GenerationConfig(pad_token_id=0)  # without what the checkpoint asks for
+        return model.generate(prompt, max_new_tokens=count, do_sample=False, **options)
 
 
 @torch.no_grad()

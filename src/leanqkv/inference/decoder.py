@@ -21,7 +21,7 @@ from ..model.transformer import LeanModel
 from .attention import additive, attend_one_query, attend_one_query_to_latent, attend_one_query_turned
 from .cache import allocate_cache, join_rows
 from .layer import use_programs
-from .linear import shared_copy, use_products
+from .linear import FewRowsLinear, shared_copy, use_products
 from .repeat import RepeatedLayers
 from .step import compiled_kernels, fuse
 
@@ -347,6 +347,8 @@ def _check_model(model: Any) -> None:
             f"a {type(model).__name__} cannot be decoded, only a LeanForCausalLM; `leanqkv import` makes one of a "
             "checkpoint of transformers"
         )
+    if any(isinstance(module, FewRowsLinear) for module in model.modules()):
+        raise ValueError("this model is a Decoder's own copy; give the model that it was made of")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
             f"this {type(model).__name__} puts trained tokens before every prompt, which a Decoder does not; use "

@@ -91,6 +91,8 @@ _TRANSFORMERS_KEYS = {
 }
 # Keys that earlier checkpoints and records hold and that never decided the function: read over.
 _RETIRED_KEYS = ("fuse_projections",)
+# What transformers would read beside `rope_parameters` too.
+_ROTARY_KEYS = ("partial_rotary_factor", "original_max_position_embeddings")
 # Passed along beside the keys of a file: other tools may have written some of them.
 _READ_FROM_FILE = "_read_from_file"
 
@@ -275,8 +277,9 @@ class LeanConfig(PreTrainedConfig):
         known, from_file = self._known_keys(), given.pop(_READ_FROM_FILE, False)
         unknown = {name: given.pop(name) for name in [*given] if name not in known}
         for name in unknown:
-            hint = suggest(name, known)
-            if not from_file:
+            rotary = name in _ROTARY_KEYS and self.position_embedding_type == "rope"
+            hint = "rotary positions are set by rope_parameters" if rotary else suggest(name, known)
+            if rotary or not from_file:
                 raise ConfigError(f"unknown configuration key {name!r}: {hint}")
             hint = f"; {hint}" if "did you mean" in hint else ""
             logger.warning_once(f"unknown configuration key {name!r} is kept and changes nothing{hint}")

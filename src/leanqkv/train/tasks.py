@@ -93,7 +93,8 @@ class TextTask:
         if self.tokenizer is not None:
             assert model.generation_config is not None
             model.generation_config.eos_token_id = self.tokenizer.eos_token_id
-            model.generation_config.pad_token_id = self.tokenizer.pad_token_id
+            pad = self.tokenizer.pad_token_id
+            model.generation_config.pad_token_id = pad if (pad or 0) < model.config.vocab_size else None
 
     def save(self, directory: Path) -> None:
         """Write the files that belong beside the model."""

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import shard_on_cpus
-from ..data.objectives import MaskedTokens
+from ..data.batches import IGNORED
+from ..data.objectives import MaskedTokens, targets
 from ..errors import LeanError
 from .directory import complete
 from .optimizer import make_optimizer, make_schedule
@@ -117,19 +118,23 @@ class LeanTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; with a teacher, mixed with the divergence from it."""
+        """Return the model's loss; with a teacher, mixed with the divergence from it where a token is predicted."""
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with torch.no_grad():
             expected = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
-        # Sequences are of one length, so the mean over a micro-batch weighs as the model's own loss does.
         share, temperature = self.spec.distillation, self.spec.distillation_temperature
+        own: Any = 0.0
         if share == 1:  # the model's own loss would be computed and weigh nothing
             outputs = model(input_ids=inputs["input_ids"], use_cache=False)
-            loss = divergence(expected, outputs.logits, temperature)
         else:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            loss = (1 - share) * loss + share * divergence(expected, outputs.logits, temperature)
+            own, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        logits, weight = outputs.logits, 1.0
+        if num_items_in_batch is not None:  # not every token is predicted; it weighs as in the model's own loss
+            predicted = targets(inputs) != IGNORED
+            expected, logits = expected[predicted], logits[predicted]
+            weight = predicted.sum() * self.accelerator.num_processes / num_items_in_batch
+        loss = (1 - share) * own + share * weight * divergence(expected, logits, temperature)
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -211,13 +216,13 @@ def _hours_of_this_process() -> float:
 
 
 def divergence(expected: torch.Tensor, predicted: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return the mean KL(expected || predicted) per position, in nats, of logits [batch, positions, tokens].
+    """Return the mean KL(expected || predicted) per position, in nats, of logits [..., tokens].
 
     Both are divided by the temperature, and the divergence is multiplied by its square, so that the size of the
     gradients stays (Hinton et al. 2015, arXiv:1503.02531, section 2).
     """
     target, prediction = (
-        (logits.flatten(0, 1).float() / temperature).log_softmax(-1) for logits in (expected, predicted)
+        (logits.flatten(0, -2).float() / temperature).log_softmax(-1) for logits in (expected, predicted)
     )
     lost = torch.nn.functional.kl_div(prediction, target, reduction="batchmean", log_target=True)
     return temperature**2 * lost
