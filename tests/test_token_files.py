@@ -227,7 +227,7 @@ def test_tokenizers_that_end_texts_differently_are_two(corpus, variant):
     assert Path(base, "tokenizer.json").read_bytes() == Path(chat, "tokenizer.json").read_bytes()
     ends = [prepare_data(str(corpus), vocab_size=500, tokenizer=place) for place in (base, chat)]
     for data, end in zip(ends, ("<|endoftext|>", "<|end|>"), strict=True):
-        assert data.tokenizer.eos_token == end == data.tokenizer.decode(data.train()[-1])
+        assert data.tokenizer.eos_token == end == data.tokenizer.decode(data.train()[-1:])
     assert ends[0].sha256 != ends[1].sha256
 
 

@@ -56,6 +56,13 @@ def cached_directory(kind: str, content: str, fill: Callable[[Path], dict[str, A
     return {**about, "directory": directory}
 
 
+def file_state(file: Path) -> tuple[int, int, int]:
+    """Return a file's size and times."""
+    about = file.stat()
+    # The second time is of the last change of any kind, and cannot be set back.
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
 def remembered(files: Sequence[Path], what: str, shape: Shape, compute: Callable[[], Any]) -> Any:
     """Return `compute()`, a JSON value of all the bytes of `files`; of large files it is kept in the cache.
 
@@ -63,12 +70,11 @@ def remembered(files: Sequence[Path], what: str, shape: Shape, compute: Callable
         what: names the value.
         shape: of the value; one of another shape is computed again.
     """
-    facts = [file.stat() for file in files]
-    if sum(fact.st_size for fact in facts) < REMEMBERED_BYTES:
+    states = [file_state(file) for file in files]
+    if sum(size for size, *_ in states) < REMEMBERED_BYTES:
         return compute()
-    # The second time is of the last change of any kind, and cannot be set back.
-    states = [(file.resolve(), f.st_size, f.st_mtime_ns, f.st_ctime_ns) for file, f in zip(files, facts, strict=True)]
-    key = "\0".join([what, *(f"{part}" for state in states for part in state)])
+    parts = (part for file, state in zip(files, states, strict=True) for part in (file.resolve(), *state))
+    key = "\0".join(map(str, [what, *parts]))
     place = cache_directory() / "facts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with suppress(LeanError):
         return read_record(place, {"value": shape}, "")["value"]

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 
 from ..errors import LeanError, UnreachableError, first_line, needs
 from ..files import hash_files, looks_like_path
-from .cache import remembered
+from .cache import file_state, remembered
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".rs", ".go", ".tex")
 OPEN: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -201,9 +201,9 @@ def _files_corpus(
     size, parts = 0, []
     for file in files:
         with reading(file):
-            state = _state(file)
+            state = file_state(file)
             content = remembered([file], "sha256", str, partial(hash_files, file))
-            size += file.stat().st_size
+            size += state[0]
             if encoding == "utf-8-sig" and _beginning(file).startswith(codecs.BOM_UTF8):
                 content += " without its mark"  # tokens made before it was dropped are another text's
         digest.update(b"\0" + os.fsencode(file.relative_to(root)) + b"\0" + content.encode())
@@ -212,12 +212,6 @@ def _files_corpus(
         raise LeanError(f"the data is empty: {description} in {root} has no bytes")
     shown = os.fsencode(description).decode(errors="backslashreplace")  # a file's name may be no UTF-8
     return Corpus(f"{shown}, {size / 1e6:.1f} MB", digest.hexdigest(), parts)
-
-
-def _state(file: Path) -> tuple[int, int, int]:
-    """Return a file's size and times."""
-    about = file.stat()
-    return about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def _documents(file: Path, text_field: str, state: tuple[int, int, int], encoding: str) -> Iterator[str]:
@@ -229,7 +223,7 @@ def _documents(file: Path, text_field: str, state: tuple[int, int, int], encodin
     else:
         yield from read_pieces(file, encoding)
     with reading(file):
-        if _state(file) != state:
+        if file_state(file) != state:
             raise LeanError(f"{file} was changed while it was read; start again when it is complete")
 
 

@@ -63,13 +63,11 @@ class EvaluationText:
 
     def record(self) -> dict[str, Any]:
         """Return a record's entry on the text; no path of this machine."""
-        about = {name: value for name, value in vars(self).items() if name != "tokens"}
-        begin = None if self.around is None else self.around.begin
         return {
-            **about,
+            **{name: value for name, value in vars(self).items() if name != "tokens"},
             "tokens_sha256": tokens_hash(np.asarray(self.tokens)),
             "tokens": len(self.tokens),
-            "windows_begin_with": begin,
+            "windows_begin_with": None if self.around is None else self.around.begin,
         }
 
 

@@ -51,7 +51,13 @@ def prepare_data(
     """
     whole, vocab_size = vocab_size, vocab_size - (left_free if tokenizer is None else 0)
     if len(parts := parse_mixture(source)) > 1:
-        return _prepare_mixture(parts, vocab_size, tokenizer, text_field, max_documents, workers, progress)
+        if stored := [part.source for part in parts if stored_tokens(Path(part.source), vocab_size) is not None]:
+            raise LeanError(f"{stored[0]} holds tokens, not text; a mixture is made of texts")
+        if tokenizer is None:
+            tokenizer = _mixture_tokenizer(parts, vocab_size, text_field, max_documents, progress)
+        options: dict[str, Any] = {"tokenizer": tokenizer, "text_field": text_field, "workers": workers}
+        options |= {"vocab_size": vocab_size, "max_documents": max_documents, "progress": progress}
+        return _prepare_mixture(parts, [prepare_data(part.source, **options) for part in parts])
     if source is not None and (tokens := stored_tokens(Path(source), whole)) is not None:
         if max_documents is not None:
             raise LeanError(f"{source} holds tokens, not text: `max_documents` does not apply to it")
@@ -94,37 +100,29 @@ def _identity(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:
     return identity(tokenizer) + ("" if around.begin is None else f"\0{around}") + bound
 
 
-def _prepare_mixture(
-    parts: Sequence[Part],
-    vocab_size: int,
-    tokenizer: str | None,
-    text_field: str,
-    max_documents: int | None,
-    workers: int,
-    progress: Callable[[str], None],
-) -> TokenData:
-    """Prepare every text of a mixture with one tokenizer, then the mixture."""
-    if tokens := [part.source for part in parts if stored_tokens(Path(part.source), vocab_size) is not None]:
-        raise LeanError(f"{tokens[0]} holds tokens, not text; a mixture is made of texts")
-    if tokenizer is None:
-        corpora = [open_corpus(part.source, text_field) for part in parts]
+def _mixture_tokenizer(
+    parts: Sequence[Part], vocab_size: int, text_field: str, max_documents: int | None, progress: Callable[[str], None]
+) -> str:
+    """Return the directory of a tokenizer trained on the texts of a mixture, each of which gives its share."""
+    corpora = [open_corpus(part.source, text_field) for part in parts]
 
-        def leading() -> Iterator[str]:
-            for part, corpus in zip(parts, corpora, strict=True):
-                documents = islice(corpus.documents(), max_documents)
-                yield from leading_text(documents, int(part.share * TRAINING_CHARACTERS))
+    def leading() -> Iterator[str]:
+        for part, corpus in zip(parts, corpora, strict=True):
+            documents = islice(corpus.documents(), max_documents)
+            yield from leading_text(documents, int(part.share * TRAINING_CHARACTERS))
 
-        def fill_tokenizer(directory: Path) -> dict[str, Any]:
-            progress("training the tokenizer")
-            train_tokenizer(leading(), vocab_size, progress).save_pretrained(directory)
-            return {}
+    def fill(directory: Path) -> dict[str, Any]:
+        progress("training the tokenizer")
+        train_tokenizer(leading(), vocab_size, progress).save_pretrained(directory)
+        return {}
 
-        texts = "\0".join(f"{part.share} {corpus.fingerprint}" for part, corpus in zip(parts, corpora, strict=True))
-        content = f"{FORMAT}\0{texts}\0bpe {vocab_size}\0{max_documents}"
-        tokenizer = str(cached_directory("tokenizer", content, fill_tokenizer)["directory"])
-    options: dict[str, Any] = {"tokenizer": tokenizer, "text_field": text_field, "workers": workers}
-    options |= {"vocab_size": vocab_size, "max_documents": max_documents, "progress": progress}
-    prepared = [prepare_data(part.source, **options) for part in parts]
+    texts = "\0".join(f"{part.share} {corpus.fingerprint}" for part, corpus in zip(parts, corpora, strict=True))
+    content = f"{FORMAT}\0{texts}\0bpe {vocab_size}\0{max_documents}"
+    return str(cached_directory("tokenizer", content, fill)["directory"])
+
+
+def _prepare_mixture(parts: Sequence[Part], prepared: Sequence[TokenData]) -> TokenData:
+    """Mix texts that were prepared with one tokenizer."""
     # The name of a part's directory stands for its text and its tokenizer.
     made_of = "\0".join(f"{part.share} {data.directory.name}" for part, data in zip(parts, prepared, strict=True))
     content = f"{FORMAT}\0mixture\0{made_of}"

@@ -116,15 +116,10 @@ def paragraphs_of(text: str) -> Iterator[str]:
             lines = lines[2:]
         if TABLES.fullmatch(heading) or any(map(NOT_PROSE.match, lines)):
             continue
-        words = _without_markup(" ".join(lines)).split()
+        text = REST_QUOTE.sub(r"\1", REST_ROLE.sub(r"\1", REST_DIRECTIVE.sub("", " ".join(lines))))
+        words = text.replace("**", "").replace("::", ":").split()
         plain = sum(PLAIN_WORD.fullmatch(word) is not None for word in words)
         line = " ".join(words)
         # Half of a surrogate pair is not printable: it could not be written.
         if len(words) >= FEWEST_WORDS and plain >= PLAIN_SHARE * len(words) and line.isprintable():
             yield line
-
-
-def _without_markup(text: str) -> str:
-    """Return reStructuredText as its words."""
-    text = REST_QUOTE.sub(r"\1", REST_ROLE.sub(r"\1", REST_DIRECTIVE.sub("", text)))
-    return text.replace("**", "").replace("::", ":")

@@ -104,15 +104,15 @@ class TokenData:
         """The number of held-out tokens."""
         return sum(tokens for _, _, tokens in self.validation_shards)
 
-    def train(self) -> Tokens:
+    def train(self) -> TokenFiles:
         """Return the training tokens, [train_tokens]. Raises a LeanError if a file has fewer."""
         return self._open(self.train_shards)
 
-    def validation(self) -> Tokens:
+    def validation(self) -> TokenFiles:
         """Return the held-out tokens, [validation_tokens]. Raises a LeanError if a file has fewer."""
         return self._open(self.validation_shards)
 
-    def _open(self, shards: Sequence[Shard]) -> Tokens:
+    def _open(self, shards: Sequence[Shard]) -> TokenFiles:
         arrays = []
         for name, first, tokens in shards:
             file, itemsize = self.directory / name, np.dtype(self.dtype).itemsize
@@ -122,10 +122,7 @@ class TokenData:
                     f"folder {file.parent} and start again"
                 )
             arrays.append(np.memmap(file, dtype=self.dtype, mode="r")[first : first + tokens])
-        around = self.around
-        if len(arrays) > 1 or (arrays and around is not None and around.begin is not None):
-            return TokenFiles(arrays, around)
-        return arrays[0] if arrays else np.empty(0, self.dtype)
+        return TokenFiles(arrays or [np.empty(0, self.dtype)], self.around)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
