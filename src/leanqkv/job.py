@@ -43,13 +43,12 @@ class Job:
 
     def resume(self) -> bool:
         """Whether an earlier start of the same job has left its file; `content` is then that of the file."""
-        try:
+        with suppress(LeanError):
             there = read_json(self.file)
-        except LeanError:
-            return False
-        if same := self.spec.items() <= there.items():
-            self.content = there
-        return same
+            if self.spec.items() <= there.items():
+                self.content = there
+                return True
+        return False
 
     def claim(
         self,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,20 @@ def origin(source: Path) -> dict[str, str]:
         said = {"base_model": repository, **licence}
     elif (source / CARD).is_file():
         said = _front_matter(source / CARD)
-    in_cache = [folder.name for folder in source.parents if folder.name.startswith("models--")]
-    if in_cache:
+    if in_cache := [folder.name for folder in source.parents if folder.name.startswith("models--")]:
         name = in_cache[0].removeprefix("models--").replace("--", "/")
     elif isinstance(said.get("base_model"), str) and (is_gguf(source) or "leanqkv" in (said.get("tags") or ())):
         name = said["base_model"] or name  # of ours, which has no repository; another's is a model of its own
-    licenses = {field: said.get(field) for field in LICENSE}
-    return {"base_model": name} | {field: value for field, value in licenses.items() if isinstance(value, str)}
+    return {"base_model": name} | {field: said[field] for field in LICENSE if isinstance(said.get(field), str)}
 
 
 def _front_matter(card: Path) -> Mapping[str, Any]:
     """Return the metadata at the head of a card; a card is free text, which may have none."""
     match = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8-sig", errors="replace"), re.DOTALL)
-    try:
-        found = yaml.safe_load(match[1]) if match else None
-    except (yaml.YAMLError, ValueError, RecursionError):  # an impossible date, brackets without end
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(yaml.YAMLError, ValueError, RecursionError):  # an impossible date, brackets without end
+        if match and isinstance(found := yaml.safe_load(match[1]), dict):
+            return found
+    return {}
 
 
 def card(

@@ -115,7 +115,10 @@ class GgufCheckpoint(GgufFile):
                 config[setting] = self._number(prefix + key)
         if "attention.head_count_kv" in architecture.settings:
             config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        self._check_layers(config["num_hidden_layers"], prefix)
+        # Compared with the tensors before anything of that many layers is built.
+        layers = config["num_hidden_layers"]
+        if (found := len({name.split(".")[1] for name in self.entries if name.startswith("blk.")})) != layers:
+            raise LeanError(f"{self.path}: {prefix}block_count is {layers!r}, the tensors are those of {found} layers")
         if architecture.rotary:
             config.setdefault("head_dim", _head_dim(config))
             config["rope_parameters"] = self._rope(architecture, prefix, config["head_dim"])
@@ -188,11 +191,6 @@ class GgufCheckpoint(GgufFile):
             found = ", ".join(f"{count} by {name}" for name, count in counts.items())
             raise LeanError(f"{self.path} contradicts itself on the number of tokens: {found}")
         return next(iter(counts.values()))
-
-    def _check_layers(self, layers: Any, prefix: str) -> None:
-        """Compare with the tensors before anything of that many layers is built."""
-        if (found := len({name.split(".")[1] for name in self.entries if name.startswith("blk.")})) != layers:
-            raise LeanError(f"{self.path}: {prefix}block_count is {layers!r}, the tensors are those of {found} layers")
 
     def _rope(self, architecture: Architecture, prefix: str, head_dim: int) -> dict[str, Any]:
         for key in ("attention.value_length", "rope.dimension_count"):

@@ -101,12 +101,9 @@ def _convert(file: GgufFile, begins: bool) -> PreTrainedTokenizerFast:
 
 def _cut_like(cutting: Cutting, tokenizer: Tokenizer) -> None:
     """Make a byte-level tokenizer treat text as `cutting` says."""
-    steps: list[Any] = [
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None or cutting.then_gpt2)
-    ]
-    if cutting.pattern is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(cutting.pattern), "isolated"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    split = [] if cutting.pattern is None else [pre_tokenizers.Split(Regex(cutting.pattern), "isolated")]
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split or cutting.then_gpt2)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, by_bytes])
     tokenizer.normalizer = normalizers.NFC() if cutting.composed else None
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.model.ignore_merges = cutting.whole_words

@@ -112,26 +112,33 @@ def open_causal_lm(directory: Path) -> Checkpoint:
 
 
 def load_model(opened: Checkpoint, dtype: torch.dtype | None = None) -> Any:
-    """Return the model of a checkpoint, on the CPU, in evaluation mode.
-
-    One tensor at a time is read from the files, so that no more memory is taken than the model's own and a tensor's.
+    """Return the model of a checkpoint as `make_model` does, with its settings of generation.
 
     Args:
         dtype: of the parameters; None: as stored.
+    """
+    model = make_model(opened.config, opened.tensors, dtype or opened.dtype)
+    if model.can_generate() and (settings := read_generation_config(opened.directory)) is not None:
+        model.generation_config = settings
+    return model
+
+
+def make_model(config: LeanConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """Return the model of a configuration with these weights in `dtype`, on the CPU, in evaluation mode.
+
+    One tensor at a time is read, so that no more memory is taken than the model's own and a tensor's.
 
     Raises:
         LeanError: a weight is NaN or infinite, or beyond the range of `dtype`.
     """
-    config = deepcopy(opened.config)
-    config.dtype = dtype or opened.dtype
+    config = deepcopy(config)
+    config.dtype = dtype
     with no_init_weights():
         model = MODELS[config.task](config)
     for parameter in model.parameters():  # the buffers, which are frequencies, stay in float32
-        parameter.data = torch.empty_like(parameter, dtype=config.dtype)
+        parameter.data = torch.empty_like(parameter, dtype=dtype)
     model.tie_weights()
-    load_weights(model, opened.tensors)
-    if model.can_generate() and (settings := read_generation_config(opened.directory)) is not None:
-        model.generation_config = settings
+    load_weights(model, tensors)
     return model.eval()
 
 

@@ -7,6 +7,7 @@ of that class in place of the file's. Here the file decides.
 import logging
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,10 @@ def _from_files(name: str) -> Any:
 
 
 def _check_ids(tokenizer: Tokenizer) -> None:
-    vocabulary = tokenizer.get_vocab()
-    if len(set(vocabulary.values())) < len(vocabulary):
-        seen: dict[int, str] = {}
-        for token, number in vocabulary.items():
-            if (other := seen.setdefault(number, token)) != token:
-                raise LeanError(f"{FILE} gives two tokens the number {number}: {other!r:.40} and {token!r:.40}")
+    seen: dict[int, str] = {}
+    for token, number in tokenizer.get_vocab().items():
+        if (other := seen.setdefault(number, token)) != token:
+            raise LeanError(f"{FILE} gives two tokens the number {number}: {other!r:.40} and {token!r:.40}")
 
 
 def _add_declared(tokenizer: Tokenizer, declared: Mapping[Any, Any]) -> None:
@@ -130,23 +129,17 @@ def _add_declared(tokenizer: Tokenizer, declared: Mapping[Any, Any]) -> None:
                 raise LeanError(f"{SETTINGS} gives {token.content!r:.40} the number {number}, {FILE} {found}")
 
 
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and after a text."""
-    encoding = tokenizer("a", return_special_tokens_mask=True)
-    ids, text = encoding["input_ids"], [at for at, added in enumerate(encoding["special_tokens_mask"]) if not added]
-    if not text:  # it has no token for the letter
-        begins = sum(token == tokenizer.bos_token_id for token in ids[:1])
-        return ids[:begins], ids[begins:]
-    return ids[: text[0]], ids[text[-1] + 1 :]
-
-
 def framing(tokenizer: Any) -> Framing:
     """Return the tokens around every text.
 
     Raises:
         LeanError: more than one before or after it.
     """
-    before, after = _around(tokenizer)
+    encoding = tokenizer("a", return_special_tokens_mask=True)
+    ids, text = encoding["input_ids"], [at for at, added in enumerate(encoding["special_tokens_mask"]) if not added]
+    begins = sum(token == tokenizer.bos_token_id for token in ids[:1])
+    # Without `text` it has no token for the letter.
+    before, after = (ids[: text[0]], ids[text[-1] + 1 :]) if text else (ids[:begins], ids[begins:])
     if len(before) > 1 or len(after) > 1:
         raise LeanError(f"the tokenizer puts the tokens {before} before and {after} after each text; one each can be")
     return Framing(next(iter(before), None), next(iter(after), tokenizer.eos_token_id))
@@ -209,12 +202,10 @@ def copy_tokenizer(source: Path, directory: Path, stock: bool) -> None:
 
 def _built(source: Path) -> Any | None:
     """Return the tokenizer that transformers builds of a vocabulary without tokenizer.json; None if it cannot."""
-    if not any((source / name).is_file() for name in VOCABULARIES):
-        return None
-    try:
-        return _read(source)
-    except LeanError:  # such as for want of sentencepiece; the model needs no tokenizer to be written
-        return None
+    if any((source / name).is_file() for name in VOCABULARIES):
+        with suppress(LeanError):  # such as for want of sentencepiece; the model needs no tokenizer to be written
+            return _read(source)
+    return None
 
 
 def _settings_of_file(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -269,7 +260,6 @@ def differing(tokenizer: Any, other: Any) -> str | None:
 
 
 def _ids(tokenizer: Any, text: str, adding: bool) -> list[int] | None:
-    try:
+    with suppress(Exception):  # the text has characters that are no tokens
         return tokenizer(text, add_special_tokens=adding)["input_ids"]
-    except Exception:  # the text has characters that are no tokens
-        return None
+    return None

@@ -79,6 +79,7 @@ class Latents(Reduction):
         exact: whether the values' Gram matrices are summed over heads one by one, and over all tokens; for comparison.
 
     Attributes:
+        before_rotary: whether a latent of every layer's keys would be cached before rotary positions.
         ranks, key_ranks: columns of every layer's values and keys in the cache, once they are chosen.
 
     Raises:
@@ -102,7 +103,9 @@ class Latents(Reduction):
         context = "" if self.at_context is None else f" at {self.at_context} tokens"
         self.name, self.measures = f"{kind}-{100 * self.share:.10g}{context}", f"best-{kind}"
         self.cut = may_be_cut(config, self.layers)
-        could = [can_read_keys(config, layer, self._before_rotary(layer)) for layer in config.plan.layers]
+        layers = config.plan.layers
+        self.before_rotary = [self.unrotated and plan.rope is not None and plan.window is None for plan in layers]
+        could = [can_read_keys(config, plan, before) for plan, before in zip(layers, self.before_rotary, strict=True)]
         self.could_read_keys, self.from_keys = any(could), [not self.separate and can for can in could]
         self.key_cut = [may and self._keys_can(layer) for layer, may in enumerate(self.cut)]
         self.width = value_width(config)
@@ -144,19 +147,12 @@ class Latents(Reduction):
     def same_as_latents(self) -> str | None:
         """Why they would be the same if they were neither separate nor unrotated; None: they would not."""
         if self.unrotated:
-            turned = (
-                may and self._before_rotary(plan)
-                for may, plan in zip(self.key_cut, self.config.plan.layers, strict=True)
-            )
-            return None if any(turned) else "no layer of this model can cache a latent of keys before rotary positions"
+            turned = any(may and before for may, before in zip(self.key_cut, self.before_rotary, strict=True))
+            return None if turned else "no layer of this model can cache a latent of keys before rotary positions"
         return None if self.could_read_keys else "no layer of this model can make values of its keys"
 
     def _keys_can(self, layer: int) -> bool:
-        plan = self.config.plan.layers[layer]
-        return self.keys and can_be_latent(self.config, plan, self._before_rotary(plan))
-
-    def _before_rotary(self, plan: LayerPlan) -> bool:
-        return self.unrotated and plan.rope is not None and plan.window is None
+        return self.keys and can_be_latent(self.config, self.config.plan.layers[layer], self.before_rotary[layer])
 
     def grams(self, layer: int) -> LatentGrams:
         heads, plan = split_heads(self.config, self.tensors, layer), self.config.plan.layers[layer]
@@ -166,7 +162,7 @@ class Latents(Reduction):
         if not self._keys_can(layer):
             return LatentGrams(values, None)
         felt, scaling = felt_output(self.config, self.tensors, layer), plan.attention_scale(layer)
-        if self._before_rotary(plan):
+        if self.before_rotary[layer]:
             norm = key_norm(self.config, self.tensors, layer)
             return LatentGrams(values, UnrotatedKeyGrams(felt, scaling, torch.Generator().manual_seed(layer), norm))
         return LatentGrams(values, KeyGrams(felt, plan.rope is not None, scaling))
@@ -214,7 +210,7 @@ class Latents(Reduction):
         gains, rank = self._keys(layer)["gains"], self.key_ranks[layer]
         if gains.dim() > 1:
             return {"type": "latent", "columns": columns_of(gains, rank)}
-        before = {"before_rotary": True} if self._before_rotary(self.config.plan.layers[layer]) else {}
+        before = {"before_rotary": True} if self.before_rotary[layer] else {}
         return {"type": "latent", "rank": rank, **before}
 
     def reduce(self, layer: int) -> ReducedHeads:

@@ -6,6 +6,7 @@ V that are fitted, W is W_O with its bias. Of every V the best W solves a ridge 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -122,15 +123,13 @@ def fit_values(
         sizes = [gram.diagonal(dim1=1, dim2=2).mean() for gram in grams]
         rows = [output.square().sum(1).mean() for output, _ in fits]
         pull = strength / whole * float(torch.stack(sizes) @ torch.stack(rows))
-        step, evaluations = torch.zeros_like(start).contiguous().requires_grad_(), 0
+        step, evaluations = torch.zeros_like(start).contiguous().requires_grad_(), count(1)
         optimizer = torch.optim.LBFGS(
             [step], max_iter=updates, tolerance_grad=0, tolerance_change=tolerance, line_search_fn="strong_wolfe"
         )
 
         def error() -> Tensor:
-            nonlocal evaluations
-            evaluations += 1
-            on_iteration(evaluations)
+            on_iteration(next(evaluations))
             step.grad = None
             values = start + scales @ step
             total = pull * (values - start).square().sum() + sum(term.error(values, strength) for term in terms) / whole

@@ -6,6 +6,7 @@ The paper leaves open what happens to queries, keys and columns of W_O; each doc
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,8 @@ def mean_v(heads: ValueHeads, num_own: int) -> ConvertedHeads:
 
 def mean_vo(heads: ValueHeads, num_own: int) -> ConvertedHeads:
     """Pool W_V as `mean_v` and the columns of W_O alike; the columns for the first layer's values are zero."""
-    bias = None if heads.value_bias is None else pool(heads.value_bias, num_own)
     output = torch.cat((pool(heads.output, num_own), torch.zeros_like(heads.output[num_own:])))
-    return ConvertedHeads(pool(heads.value, num_own), bias, output, tuple(range(len(heads.value))))
+    return replace(mean_v(heads, num_own), output=output)
 
 
 def top_v(heads: ValueHeads, num_own: int) -> ConvertedHeads:

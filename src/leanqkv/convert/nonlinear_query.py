@@ -36,10 +36,9 @@ def convert(config: LeanConfig, tensors: Mapping[str, Tensor], options: Nonlinea
     shapes = parameter_shapes(new)
 
     def compute(name: str) -> Tensor:
-        _, _, tensor = name.partition(".q_proj.")
-        if not tensor:
-            return tensors[name]
-        match tensor:
+        match name.partition(".q_proj.")[2]:
+            case "":
+                return tensors[name]
             case "anchor.weight" | "anchor.bias":
                 return 2 * tensors[name.replace("anchor.", "")]
             case "norm_in.weight":

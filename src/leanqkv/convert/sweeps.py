@@ -183,11 +183,8 @@ class _LayerFit:
 
     def solve(self, fits: bool) -> tuple[Tensor, dict[str, Any]]:
         """Return W_O and its part of the report; without `fits` it stays as it is."""
-        output = self.heads.output
-        if fits:
-            output, strength, missed = fit_output(self.fitted, self.held_out, output)
-        else:
-            strength, missed = None, self.held_out.missed(output)
+        start, held = self.heads.output, self.held_out
+        output, strength, missed = fit_output(self.fitted, held, start) if fits else (start, None, held.missed(start))
         report: dict[str, Any] = {"missed": missed, "ridge": strength}
         if self.sinks.target:
             report |= {"sink_tokens": self.sink_tokens, "missed_sinks": self.sinks.missed(output)}

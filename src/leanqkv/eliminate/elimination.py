@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..checkpoints.card import CARD, card, origin
 from ..checkpoints.disabled_norms import norms_disabled
-from ..checkpoints.open import MODELS, open_checkpoint, read_generation_config
-from ..checkpoints.tensors import finite, weights_hash
+from ..checkpoints.open import make_model, open_checkpoint, read_generation_config
+from ..checkpoints.tensors import LazyTensors, finite, weights_hash
 from ..checkpoints.tokenizer import has_tokenizer
 from ..checkpoints.write import Progress, write_model
 from ..errors import LeanError
@@ -54,13 +54,12 @@ def eliminate(
         dtype: of the result's weights.
         inputs: of the certificate; by default random token ids from a fixed seed.
     """
-    tensors: Mapping[str, Tensor]
     generation: GenerationConfig | None
     if isinstance(model, PreTrainedModel):
         if not isinstance(model.config, LeanConfig):
             raise LeanError(f"a {type(model).__name__} is not a model of leanqkv; save it and give its directory")
-        config, state = model.config, model.state_dict()
-        tensors, generation = {name: state[name] for name in parameter_shapes(config)}, model.generation_config
+        config, generation = model.config, model.generation_config
+        tensors = LazyTensors(parameter_shapes(config), model.state_dict().__getitem__)
     else:
         opened = open_checkpoint(Path(model))
         config, tensors, generation = opened.config, opened.tensors, read_generation_config(opened.directory)
@@ -68,16 +67,11 @@ def eliminate(
     before = config, finite(tensors)
     result = transform(*before, request)
     stored = {name: tensor.to(dtype) for name, tensor in result.tensors.items()}
-    eliminated = MODELS[config.task](result.config)
+    report = certificate(before, result, (result.config, stored), request, dtype, inputs)
+    eliminated = make_model(result.config, stored, dtype)
     if generation is not None:
         eliminated.generation_config = deepcopy(generation)
-    for parameter in eliminated.parameters():  # and not buffers: frequencies of rotary positions stay exact
-        parameter.data = parameter.data.to(dtype)
-    tied = bool(config.tie_word_embeddings and result.config.tie_word_embeddings)
-    eliminated.load_state_dict(stored, strict=not tied)
-    after = result.config, stored
-    report = certificate(before, result, after, request, dtype, inputs)
-    return Elimination(eliminated.eval(), report)
+    return Elimination(eliminated, report)
 
 
 def eliminate_directory(
