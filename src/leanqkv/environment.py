@@ -194,12 +194,11 @@ def git_commit() -> str | None:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    try:
+    with suppress(OSError, subprocess.CalledProcessError):
         git("ls-files", "--error-unmatch", __file__)  # fails if the repository around this file is another project's
         commit = git("rev-parse", "HEAD")
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return None
 
 
 def _processor() -> str:

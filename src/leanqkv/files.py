@@ -43,10 +43,9 @@ def remove_leftovers(file: Path) -> None:
 
 def _is_writing(process: int, path: Path) -> bool:
     """Whether the process that made `path` still runs, and its number has not been given to a younger one."""
-    try:
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):
         return psutil.Process(process).create_time() <= path.stat().st_mtime + 1  # both are rounded
-    except (psutil.NoSuchProcess, FileNotFoundError):
-        return False
+    return False
 
 
 def remove(path: Path) -> None:

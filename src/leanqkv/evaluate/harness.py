@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from scipy.stats import binomtest
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from ..cache_bits import PLAIN, CacheBits
@@ -216,12 +217,10 @@ class Likelihoods:
             while order:
                 count = max(1, min(self.batch_size, TOKENS_AT_A_TIME // len(order[0])))
                 batch, order = order[:count], order[count:]
-                ids = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)  # filled up on the right
-                for row, tokens in enumerate(batch):
-                    ids[row, : len(tokens)] = torch.tensor(tokens)
+                # Filled up on the right.
+                ids = pad_sequence([torch.tensor(tokens, dtype=torch.long) for tokens in batch], batch_first=True)
                 self.check_ids(self.model, (ids,))
-                dtype = self.autocast_dtype
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                with torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                     hidden = cached_states(self.cache_bits)(self.model, ids.to(device))
                     for row, tokens in enumerate(batch):
                         for number in rows[tokens]:

@@ -74,7 +74,5 @@ def logit_spread(patterns: Tensor, window: int | None = None, bidirectional: boo
 
 def logit_spreads(model: LeanForCausalLM, tokens: Tensor) -> list[float]:
     """Return `logit_spread` of every layer, on `tokens` [batch, positions]."""
-    patterns = observe(model, tokens).patterns
-    config = model.config
-    layers = zip(patterns, config.plan.layers, strict=True)
-    return [logit_spread(pattern, layer.window, config.bidirectional) for pattern, layer in layers]
+    layers = zip(observe(model, tokens).patterns, model.config.plan.layers, strict=True)
+    return [logit_spread(pattern, layer.window, model.config.bidirectional) for pattern, layer in layers]

@@ -111,20 +111,16 @@ def paired_scores(
                     pieces = _score_pieces(models, [one[row, -scored:][predicted] for one in hidden], wanted[predicted])
                     parts.append(torch.cat(list(pieces), dim=2))
                     positions.append(torch.arange(length)[-scored:][predicted.cpu()])
-                    _check_finite(parts[-1], start)
+                    if not parts[-1].isfinite().all():
+                        raise LeanError(
+                            f"the scores are not finite in the window at token {start + 1:,}: the logits of the source "
+                            "or of the result are NaN or infinite there"
+                        )
                     done += scored
                     progress(done, total)
     numbers = torch.repeat_interleave(torch.tensor([part.shape[2] for part in parts]))
     places = torch.cat(positions)
     return [PairedScores(one[0], one[1], one[2], one[3], numbers, places) for one in torch.cat(parts, dim=2)]
-
-
-def _check_finite(scores: Tensor, start: int) -> None:
-    if not scores.isfinite().all():
-        raise LeanError(
-            f"the scores are not finite in the window at token {start + 1:,}: the logits of the source or of the "
-            "result are NaN or infinite there"
-        )
 
 
 def _score_pieces(models: Sequence[Any], hidden: Sequence[Tensor], targets: Tensor) -> Iterator[Tensor]:
