@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoints.card import CARD, card, origin
 from ..checkpoints.disabled_norms import norms_disabled
@@ -54,11 +54,10 @@ def eliminate(
         dtype: of the result's weights.
         inputs: of the certificate; by default random token ids from a fixed seed.
     """
-    generation: GenerationConfig | None
     if isinstance(model, PreTrainedModel):
         if not isinstance(model.config, LeanConfig):
             raise LeanError(f"a {type(model).__name__} is not a model of leanqkv; save it and give its directory")
-        config, generation = model.config, model.generation_config
+        config, generation = model.config, getattr(model, "generation_config", None)  # of one that generates
         tensors = LazyTensors(parameter_shapes(config), model.state_dict().__getitem__)
     else:
         opened = open_checkpoint(Path(model))
