@@ -129,7 +129,7 @@ def test_tokens_decode_to_the_documents_and_one_in_twenty_is_held_out(tmp_path):
     tokenizer = data.tokenizer
     end = tokenizer.eos_token
     train, validation = (
-        tokenizer.decode(split().astype(int)).split(end)[:-1] for split in (data.train, data.validation)
+        tokenizer.decode(split()[:].astype(int)).split(end)[:-1] for split in (data.train, data.validation)
     )
     assert validation == TEXT[19::20]
     assert train == [line for i, line in enumerate(TEXT) if i % 20 != 19]
@@ -364,7 +364,8 @@ def test_datasets_are_streamed(monkeypatch, revision):
     assert list(corpus.documents()) == TEXT
     assert calls == [(("someone/corpus", "english"), {"split": "train", "streaming": True, "revision": "4" * 40})]
     data = prepare_data("someone/corpus:english", vocab_size=400, max_documents=40)
-    assert data.tokenizer.decode(data.validation()[:].astype(int)).split(data.tokenizer.eos_token)[:-1] == TEXT[19:40:20]
+    held_out = data.tokenizer.decode(data.validation()[:].astype(int))
+    assert held_out.split(data.tokenizer.eos_token)[:-1] == TEXT[19:40:20]
 
 
 def test_unreachable_dataset_is_one_line(tmp_path):
