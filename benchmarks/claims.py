@@ -37,6 +37,7 @@ CLAIMS = [
     Claim("SkipV1 lowers the loss (P3)", "skipv1-six-seeds", "tiny+skipv1", "trained-to-the-end"),
     Claim("SkipV1 lowers the loss (P3)", "small-h100", "small+skipv1", "on-a-gpu"),
     Claim("SkipV1 lowers the loss (P3), on English prose", "tiny-prose", "tiny+skipv1", "trained-to-the-end"),
+    Claim("SkipV1 lowers the loss (P3), trained with Muon", "muon", "tiny+skipv1", "trained-to-the-end"),
     Claim("A nonlinear query lowers the loss (P2)", "one-decay", "tiny+nonlinear-query", "trained-to-the-end"),
     Claim("… with P2's weight decay", "tiny-deep-decay", "tiny+nonlinear-query", "trained-to-the-end"),
     Claim("An identity query with a larger MLP lowers the loss (P1)", "one-decay", LARGER, "trained-to-the-end"),

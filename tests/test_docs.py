@@ -317,6 +317,8 @@ NUMBERS = {
         (
             "tiny",
             "eight-seeds",
+            "muon",
+            "muon-larger",
             "one-decay",
             "skipv1-six-seeds",
             "tiny-deep-decay",

@@ -148,7 +148,7 @@ class MaskedTask(TextTask):
         if (tokenizer := data.tokenizer) is None:
             raise LeanError(
                 f"{name} predicts masked tokens, and the data ({data.description}) has no tokenizer that says which "
-                "token is the mask; put its tokenizer.json into a folder `tokenizer` beside the token files"
+                "token is the mask; give `tokenizer`, the one that made these tokens"
             )
         with_mask_token(tokenizer, config.vocab_size)
 
