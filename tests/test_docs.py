@@ -288,6 +288,7 @@ NUMBERS = {
         (
             "one-decay",
             "skipv1-six-seeds",
+            "muon",
             "tiny-deep-decay",
             "tiny-prose",
             "kv-sharing",
