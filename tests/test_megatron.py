@@ -76,10 +76,10 @@ def test_megatrons_files_may_be_the_two_splits(tmp_path, dtype, code):
 
 def test_a_file_too_short_to_hold_tokens_out_can_be_evaluated_on(tmp_path):
     np.arange(19, dtype=np.uint16).tofile(tmp_path / "few.bin")
-    text = evaluation_text(str(tmp_path / "few.bin"), tokenizer="none", vocab_size=97)
+    text = evaluation_text(str(tmp_path / "few.bin"), tokenizer=tmp_path, vocab_size=97)
     assert text.tokens.tolist() == list(range(19))
     with pytest.raises(LeanError, match="is too short: 0 tokens found"):
-        evaluation_text(str(tmp_path / "few.bin"), tokenizer="none", vocab_size=97, split="validation")
+        evaluation_text(str(tmp_path / "few.bin"), tokenizer=tmp_path, vocab_size=97, split="validation")
 
 
 def test_of_one_long_document_the_end_is_held_out(tmp_path):
