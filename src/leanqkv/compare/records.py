@@ -205,6 +205,12 @@ class ComparisonRecord:
         return [[result for result in group if result.name not in self.uptrained] for group in self.result_groups]
 
     @property
+    def compared_losses(self) -> list[tuple[Result, dict[int, Curve], dict[int, Curve]]]:
+        """Each result from scratch, its losses during training and its baseline's; of an accuracy there are none."""
+        whole = [result for group in self.from_scratch for result in group if self.measure.is_loss]
+        return [(one, one.curves(), one.baseline.curves()) for one in whole if one.baseline]
+
+    @property
     def measure(self) -> Measure:
         return self.runs[0].measure if self.runs else LOSS
 

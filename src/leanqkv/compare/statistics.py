@@ -12,6 +12,16 @@ Curve = Mapping[int, float]  # step -> value
 
 
 @dataclass(frozen=True)
+class Band:
+    """A value at one step: its mean over seeds, and the ends of a range around it."""
+
+    step: float
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class PairedDifference:
     """Loss minus the baseline's, per seed, and what the seeds together say about its mean.
 
@@ -32,15 +42,9 @@ class PairedDifference:
         """Whether the interval leaves zero out."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
-
-@dataclass(frozen=True)
-class Band:
-    """A value at one step: its mean over seeds, and the ends of a range around it."""
-
-    step: float
-    mean: float
-    low: float
-    high: float
+    def at(self, step: float) -> Band:
+        """Return the mean and its interval; where that is unknown, `low` and `high` are the mean."""
+        return Band(step, self.mean, *(self.interval or 2 * (self.mean,)))
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
@@ -71,9 +75,7 @@ def over_seeds(by_seed: Mapping[int, float]) -> PairedDifference:
 
 def average(curves: Mapping[int, Curve]) -> list[Band]:
     """Return the mean, the lowest and the highest seed at every step that all curves have."""
-    if not curves:
-        return []
-    steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+    steps = sorted(set.intersection(*map(set, curves.values()))) if curves else []
     values = {step: [curve[step] for curve in curves.values()] for step in steps}
     return [Band(step, float(np.mean(at)), min(at), max(at)) for step, at in values.items()]
 
@@ -84,10 +86,6 @@ def difference_curve(curves: Mapping[int, Curve], baseline: Mapping[int, Curve])
     With one pair the interval is unknown, and `low` and `high` are the mean.
     """
     seeds = sorted(curves.keys() & baseline.keys())
-    if not seeds:
-        return []
-    bands = []
-    for step in sorted(set.intersection(*(curves[seed].keys() & baseline[seed].keys() for seed in seeds))):
-        difference = over_seeds({seed: curves[seed][step] - baseline[seed][step] for seed in seeds})
-        bands.append(Band(step, difference.mean, *(difference.interval or 2 * (difference.mean,))))
-    return bands
+    evaluated = [curves[seed].keys() & baseline[seed].keys() for seed in seeds]
+    steps = sorted(set.intersection(*evaluated)) if evaluated else []
+    return [over_seeds({seed: curves[seed][step] - baseline[seed][step] for seed in seeds}).at(step) for step in steps]

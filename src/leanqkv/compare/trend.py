@@ -36,13 +36,10 @@ def trend(curves: Mapping[int, Curve], baseline: Mapping[int, Curve]) -> Trend |
     Each seed has a line of its own, so that intervals are those of independent runs: points of one run are not.
     """
     seeds = sorted(curves.keys() & baseline.keys())
-    if not seeds:
-        return None
-    last, *others = {max(of[seed], default=0) for seed in seeds for of in (curves, baseline)}
-    if others:
-        return None
-    steps = [fraction * last for fraction in FRACTIONS]
-    if any(step not in of[seed] for seed in seeds for of in (curves, baseline) for step in steps):
+    runs = [of[seed] for seed in seeds for of in (curves, baseline)]
+    lengths = {max(run, default=0) for run in runs}
+    steps = [fraction * length for length in lengths for fraction in FRACTIONS]
+    if len(lengths) != 1 or any(step not in run for run in runs for step in steps):
         return None
     gaps = np.array([[curves[seed][int(step)] - baseline[seed][int(step)] for step in steps] for seed in seeds])
     return Trend([over_seeds(dict(zip(seeds, at, strict=True))) for at in gaps.T.tolist()], *line(steps, gaps.T, seeds))

@@ -136,10 +136,8 @@ def own_tables(comparison: ComparisonRecord) -> list[Table]:
 def length_tables(comparison: ComparisonRecord) -> list[Table]:
     """Return how each difference changes with the tokens trained on; nothing where too few lengths were evaluated."""
     rows = []
-    for result in comparison.results:
-        if result.baseline is None or result.name in comparison.uptrained or not comparison.measure.is_loss:
-            continue
-        if (found := trend(result.curves(), result.baseline.curves())) is not None:
+    for result, own, baseline in comparison.compared_losses:
+        if (found := trend(own, baseline)) is not None:
             cells = [*found.differences, found.per_doubling, found.further]
             rows.append([f"`{result.name}`", *(with_interval(cell) for cell in cells)])
     whole_runs = [run for run in comparison.finals if run.name not in comparison.uptrained]

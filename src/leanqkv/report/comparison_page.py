@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 from ..compare.records import AGAIN, ComparisonRecord, Result, load_comparison
 from ..compare.statistics import Band, average, difference_curve, paired_difference
@@ -70,12 +70,10 @@ def _figures(comparison: ComparisonRecord) -> Iterator[Figure]:
         title = f"{capital} during training"
         yield Figure(drawing, f"Lines are means over seeds.{figures.edge_note(series)}", title)
     # Of losses alone: an accuracy begins near zero for every model.
-    alike = [one for one in results if one.baseline and one.name not in comparison.uptrained]
-    compared = {one.name: (one.curves(), one.baseline.curves()) for one in alike if one.baseline and measure.is_loss}
-    styles = {result.name: result.style for result in results}
-    curves = {name: difference_curve(*pair) for name, pair in compared.items()}
-    if series := [figures.Series(name, styles[name], points) for name, points in curves.items() if points]:
-        pairs = {name: len(own.keys() & others.keys()) for name, (own, others) in compared.items()}
+    compared = comparison.compared_losses
+    differences = [(one, points) for one, *pair in compared if (points := difference_curve(*pair))]
+    if series := [figures.Series(one.name, one.style, points) for one, points in differences]:
+        pairs = {one.name: len(own.keys() & others.keys()) for one, own, others in compared}
         yield Figure(
             figures.difference_curves("difference", series, measure),
             f"{capital} minus the baseline's at the same step and seed, mean over seeds, in nats per token; below "
@@ -118,9 +116,8 @@ def _beside_published(comparison: ComparisonRecord) -> Iterator[Figure]:
     """Yield, for every table of a paper with two differences or more, theirs and ours in one figure."""
     for number, published in enumerate(suite_of(comparison).published):
         pairs = both_differences(comparison, published)
-        points = [(result, Band(x, ours.mean, *(ours.interval or 2 * (ours.mean,)))) for result, x, ours in pairs]
-        if len(points) > 1:
-            series = [figures.Series(result.name, result.style, [point]) for result, point in points]
+        series = [figures.Series(result.name, result.style, [ours.at(theirs)]) for result, theirs, ours in pairs]
+        if len(series) > 1:
             yield Figure(
                 figures.published_scatter(f"published-{number}", series, published.metric),
                 "Marks in the lower left and the upper right have the published sign. "
@@ -130,9 +127,7 @@ def _beside_published(comparison: ComparisonRecord) -> Iterator[Figure]:
 
 
 def _training_curves(comparison: ComparisonRecord) -> Iterator[figures.Series]:
-    for result in comparison.results:
-        if result.name in comparison.uptrained:
-            continue
+    for result in chain.from_iterable(comparison.from_scratch):
         diverged = [(run.diverged[0], run.scores) for run in result.finals.values() if run.diverged]
         ends = [(step, max(scores.items(), default=(0, math.inf))[1]) for step, scores in diverged]
         if (points := average(result.curves())) or ends:
@@ -213,17 +208,12 @@ def _learning_rates(comparison: ComparisonRecord) -> str:
 def _recipes(comparison: ComparisonRecord) -> Table:
     """Each architecture's recipe: columns for fields that may differ, a note for those that all share."""
     recipes = {result.name: next(iter(result.finals.values())).recipe for result in comparison.results if result.finals}
-    names = list(dict.fromkeys(name for recipe in recipes.values() for name in recipe))
     shown = ["learning_rate", "min_learning_rate", "weight_decay"]
-    shared = []
-    for name in names:
-        values = {in_words(recipe.get(name)) for recipe in recipes.values()}
-        if name in ("steps", "batch_size", *shown):
-            continue
-        if len(values) == 1:
-            shared.append(f"{name.replace('_', ' ')} {values.pop()}")
-        else:
-            shown.append(name)
+    told = ("steps", "batch_size", *shown)
+    names = dict.fromkeys(name for recipe in recipes.values() for name in recipe if name not in told)
+    values = {name: {in_words(recipe.get(name)) for recipe in recipes.values()} for name in names}
+    shared = [f"{name.replace('_', ' ')} {value}" for name, (value, *others) in values.items() if not others]
+    shown += [name for name, found in values.items() if len(found) > 1]
     headers = ["architecture", *(name.replace("_", " ") for name in shown)]
     rows = [[name, *(in_words(recipe.get(column)) for column in shown)] for name, recipe in recipes.items()]
     return Table(headers, rows, note=f"The same for all: {', '.join(shared)}." if shared else "")
