@@ -174,9 +174,7 @@ def check_shape(value: Any, shape: Shape, where: str = "") -> None:
         if missing := [name for name, marked in names.items() if name == marked and name not in value]:
             raise Misfit(f": field {missing[0]!r} is missing")
         for name, one in value.items():
-            check_shape(
-                one, shape[names[name]] if name in names else shape.get(str, object), f"{where}.{name}".lstrip(".")
-            )
+            check_shape(one, shape.get(names.get(name, str), object), f"{where}.{name}".lstrip("."))
     elif isinstance(shape, set):
         _require(isinstance(value, str) and value in shape, " or ".join(sorted(shape)), value, where)
     elif isinstance(shape, Range):

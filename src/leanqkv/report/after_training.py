@@ -77,8 +77,6 @@ def mean_accuracies(comparison: ComparisonRecord) -> dict[str, float]:
 def task_tables(comparison: ComparisonRecord) -> list[Table]:
     """Return a table of the accuracy on every task and of their mean; none where nothing was scored on one task."""
     tasks = _tasks(comparison)
-    if not tasks:
-        return []
     headers = ["model", *tasks, "mean", "difference to\nbaseline, 95%"]
     rows = []
     for result in comparison.results:
@@ -93,4 +91,4 @@ def task_tables(comparison: ComparisonRecord) -> list[Table]:
         "Accuracy in percent, zero-shot where the task says no other, mean over seeds. Intervals are over seeds: those "
         "of the examples, which every model shares, are wider."
     )
-    return [Table(headers, rows, "Downstream tasks", note)]
+    return [Table(headers, rows, "Downstream tasks", note)] if rows else []

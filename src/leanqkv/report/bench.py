@@ -9,7 +9,7 @@ from rich.table import Table as TerminalTable
 
 from ..cache_bits import PLAIN, CacheBits
 from ..compare.statistics import Band
-from .figures import Drawing, Series, measured_lines, stacked_bars
+from .figures import Series, measured_lines, stacked_bars
 from .page import Figure, Kind, Page, Section, footer
 from .text import Table, compact
 
@@ -106,7 +106,7 @@ def page(record: dict[str, Any]) -> Page:
         f"every context, {record['rounds']} rounds in which the models take turns.",
         [
             Section("Models", [Table(("model", "parameters", "KV bytes per token", "weights"), models)]),
-            Section("Figures", [Figure(drawing, caption) for caption, drawing in _figures(record)]),
+            Section("Figures", [*_figures(record)]),
             Section("All measurements", [measurements(record)]),
         ],
         made=footer(record),
@@ -114,8 +114,8 @@ def page(record: dict[str, Any]) -> Page:
     )
 
 
-def _figures(record: dict[str, Any]) -> list[tuple[str, Drawing]]:
-    """Return captions and drawings: cache, cache per token, memory, then times at every batch size."""
+def _figures(record: dict[str, Any]) -> Iterator[Figure]:
+    """Yield the figures: cache, cache per token, memory, then times at every batch size."""
     batches = sorted({row["batch"] for row in record["rows"]})
     least, most = batches[0], batches[-1]
     longest = max(row["context"] for row in record["rows"])
@@ -127,25 +127,22 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, Drawing]]:
         per_token.append(Series(name, style, [Band(model["parameters"], size, size, size)]))
         memory[name] = {part: at_longest[name, most][part] / MB for part in ("weights", "cache", "activations")}
     context, lines = "context, tokens", measured_lines
-    drawings = [
-        (
-            f"KV cache against context, batch {most}; measured on the tensors.",
-            lines("kv", _series(record, most, "cache"), context, "KV cache, MB", "KV cache against context."),
-        ),
-        (
-            "KV cache per token against size; measured at the longest context.",
-            lines("size", per_token, "parameters", "KV bytes per token", "KV bytes per token against size."),
-        ),
-        (
-            f"Memory while a prompt of the longest context is taken in, batch {most}.",
-            stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
-        ),
-    ]
+    yield Figure(
+        lines("kv", _series(record, most, "cache"), context, "KV cache, MB", "KV cache against context."),
+        f"KV cache against context, batch {most}; measured on the tensors.",
+    )
+    yield Figure(
+        lines("size", per_token, "parameters", "KV bytes per token", "KV bytes per token against size."),
+        "KV cache per token against size; measured at the longest context.",
+    )
+    yield Figure(
+        stacked_bars("memory", memory, "MB", "Weights, cache and activations."),
+        f"Memory while a prompt of the longest context is taken in, batch {most}.",
+    )
     times = {"prefill": ("Prefill", "prefill, ms per 100 tokens"), "decode": ("Decoding", "new tokens per second")}
     for batch, (name, (title, unit)) in product(batches, times.items()):
         text = f"{title} at batch {batch}; median and range of the rounds."
-        drawings.append((text, lines(f"{name}{batch}", _series(record, batch, name), context, unit, text)))
-    return drawings
+        yield Figure(lines(f"{name}{batch}", _series(record, batch, name), context, unit, text), text)
 
 
 def _series(record: dict[str, Any], batch: int, quantity: str) -> list[Series]:

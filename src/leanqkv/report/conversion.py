@@ -11,7 +11,7 @@ from ..checkpoints.card import CARD, LICENSE, card
 from ..compare.statistics import Band
 from .figures import Series, measured_lines
 from .page import Figure, Kind, Page, Section, described, footer
-from .text import ABSENT, Table, plus_minus, signed
+from .text import ABSENT, Table, plus_minus, signed, span
 
 # Of what `loss_figures` returns, with the digits that are shown.
 SCORES = {"loss": ("loss, nats per token", 4), "perplexity": ("perplexity", 2), "bits_per_byte": ("bits per byte", 4)}
@@ -77,8 +77,7 @@ def position_table(parts: list[dict[str, Any]]) -> Table:
     for part in parts:
         cells = [f"{part[name]:.4f}" for name in (("before", "after") if paired else ("loss",))]
         if paired:
-            cells += [_with_width(part["loss_difference"])]
-            cells += [_with_width(part["agreement"], ".1%", "{:.1%}".format)]
+            cells += [_with_width(part["loss_difference"]), _with_width(part["agreement"], ".1%", "{:.1%}".format)]
         rows.append([f"{part['from']:,}–{part['to']:,}", f"{part['tokens']:,}", *cells])
     return Table(("position in the window", "tokens", *scores), rows, note="Losses are in nats per token.")
 
@@ -230,29 +229,23 @@ def _what_changed(record: dict[str, Any]) -> str:
             f"embeddings are the source's. Value and output projections {fitted}"
         )
     if to == "skipv1":
-        chosen = next((layer for layer in layers if "kept" in layer and "paired" in layer), None)
-        kept = len(chosen["kept"]) if chosen else 0
-        share = f"{len(chosen['paired'])} of its {len(chosen['paired']) + kept}" if chosen else "part of its"
+        heads = [(len(layer["paired"]), len(layer["kept"])) for layer in layers if "paired" in layer]
+        share = f"{heads[0][0]} of its {sum(heads[0])}" if heads else "part of its"
         return (
             f"Every layer beyond the first reads {share} value heads from the first layer, whose values are cached "
             "once (SkipV1Former). Queries, keys, MLPs, norms and embeddings are the source's."
             + (f" Value and output projections {fitted}" if "layers" in record else "")
         )
-    keys = f"{_columns(layers, 'key_rank')} columns of keys and " if "key_rank" in layers[0] else ""
+    columns = span([layer["rank"] for layer in layers])
+    keys = f"{span([layer['key_rank'] for layer in layers])} columns of keys and " if "key_rank" in layers[0] else ""
     made, same, changed = (
         ("heads are", "Queries", "Key, value") if keys else ("value heads are", "Queries, keys", "Value")
     )
     both = " Values are made of the keys as well." if any(layer.get("from_keys") for layer in layers) else ""
     return (
-        f"The cache holds {keys}{_columns(layers, 'rank')} columns of values in each layer, of which its {made} made."
+        f"The cache holds {keys}{columns} columns of values in each layer, of which its {made} made."
         f"{both} {same}, MLPs, norms and embeddings are the source's. {changed} and output projections {fitted}"
     )
-
-
-def _columns(layers: list[dict[str, Any]], name: str) -> str:
-    """The fewest and the most columns of a layer, in words."""
-    low, high = (choose(layer[name] for layer in layers) for choose in (min, max))
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def _limits(record: dict[str, Any]) -> list[str]:

@@ -285,8 +285,7 @@ def stacked_bars(canvas: Canvas, bars: Mapping[str, Mapping[str, float]], along:
     ends = np.zeros(len(bars))
     for style, part in enumerate(next(iter(bars.values()), {})):
         sizes = np.array([parts[part] for parts in bars.values()])
-        color = _SERIES[style % COLORS]
-        canvas.legend[part] = canvas.axes.barh(names, sizes, left=ends, color=color, height=0.6)
+        canvas.legend[part] = canvas.axes.barh(names, sizes, left=ends, color=_SERIES[style % COLORS], height=0.6)
         ends = ends + sizes
     canvas.axes.invert_yaxis()
     canvas.axes.set_xlabel(along)

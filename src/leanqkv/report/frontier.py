@@ -144,13 +144,6 @@ def _tasks(record: dict[str, Any]) -> list[str]:
     return record.get("questions", {}).get("tasks", [])
 
 
-def _counted(record: dict[str, Any]) -> str:
-    """Say of which text the bytes per token are."""
-    if (tokens := record.get("at_context")) is not None:
-        return f"a text of {tokens:,} tokens, of which layers with a window keep the last ones"
-    return "long texts"
-
-
 def points_table(record: dict[str, Any]) -> Table:
     """Return all that is known of the points, the largest cache first."""
     texts = [text["description"].split(",")[0] for text in record["texts"]]
@@ -173,11 +166,14 @@ def points_table(record: dict[str, Any]) -> Table:
         for point in _by_size(record)
     ]
     samples = record["calibration"]["samples"]
+    counted = "long texts"
+    if (tokens := record.get("at_context")) is not None:
+        counted = f"a text of {tokens:,} tokens, of which layers with a window keep the last ones"
     over = "windows of the text" if samples == 1 else f"{samples} calibrations, of the source over windows of the text"
     note = (
         f"Losses are nats per token above the source's, on {record['evaluated_tokens']:,} tokens of each text in "
         f"windows of {record['context_length']:,}. ± is half of a 95% interval over {over}. 8/4 bits: keys in 8, "
-        f"values in 4. Bytes are those of {_counted(record)}; the newest tokens, fewer than 64, are not quantized, nor "
+        f"values in 4. Bytes are those of {counted}; the newest tokens, fewer than 64, are not quantized, nor "
         "is what the first 64 tokens of a window read. Speeds are of the first calibration, in float32."
     )
     if any(point.ratios for point in read_points(record)):

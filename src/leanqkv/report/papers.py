@@ -19,7 +19,7 @@ from ..compare.suite import PAPER, Published, Suite
 from ..compare.suites import SUITES
 from ..errors import listed
 from ..evaluate.harness import TASK_SETS
-from .text import ABSENT, Table, compact, plus_minus, signed
+from .text import ABSENT, Table, compact, plus_minus, signed, span
 
 HEADERS = ("model", "published", "published difference\nto its baseline", "difference here")
 NOT_RUN = "not run"
@@ -104,10 +104,9 @@ def both_differences(
         if theirs is None or result.baseline is None:
             continue
         values, reference = _values(result, metric), _values(result.baseline, metric)
-        seeds = sorted(values.keys() & reference.keys())
-        if seeds:
-            ours = over_seeds({seed: 100 * (values[seed] / reference[seed] - 1) for seed in seeds})
-            pairs.append((result, float(100 * theirs[0] / theirs[1]), ours))
+        ours = {seed: 100 * (values[seed] / reference[seed] - 1) for seed in sorted(values.keys() & reference.keys())}
+        if ours:
+            pairs.append((result, float(100 * theirs[0] / theirs[1]), over_seeds(ours)))
     return pairs
 
 
@@ -142,8 +141,8 @@ def here(comparison: ComparisonRecord) -> str:
     runs = comparison.finals
     if not runs:
         return f"scale {comparison.scale}"
-    sizes = _range([run.parameters["total"] for run in runs])
-    tokens = _range([run.recipe["steps"] * run.recipe["batch_size"] * run.context_length for run in runs])
+    sizes = span([run.parameters["total"] for run in runs], compact)
+    tokens = span([run.recipe["steps"] * run.recipe["batch_size"] * run.context_length for run in runs], compact)
     data = listed([*dict.fromkeys(run.data["description"] for run in runs)])
     return f"scale {comparison.scale}, {sizes} parameters, {tokens} training tokens, {data}"
 
@@ -222,11 +221,6 @@ def _agreement(published: Published, results: Sequence[tuple[Result, str]]) -> s
         (unclear if not ours.clear else same if agrees else other).append(result.name)
     clauses = [f"{words} {listed(those)}" for words, those in names.items() if those]
     return f"Our differences {'; '.join(clauses)}." if clauses else ""
-
-
-def _range(values: Sequence[int]) -> str:
-    low, high = compact(min(values)), compact(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 def outcome(run: Run) -> str:

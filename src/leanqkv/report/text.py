@@ -1,7 +1,7 @@
 """How numbers, lists and tables are written."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -90,6 +90,12 @@ def compact(count: float) -> str:
         if count >= size:
             return f"{float(f'{count / size:.3g}'):g}{unit}"
     return f"{count:g}"
+
+
+def span(values: Sequence[int], write: Callable[[int], str] = str) -> str:
+    """Return the least and the largest value, `4 to 16`, or the one that all are."""
+    low, high = write(min(values)), write(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def seeds(count: int) -> str:
