@@ -104,7 +104,4 @@ def _start_worker(steps: Any) -> None:
 
 
 def _work(index: int, job: PlannedRun, data: Data, settings: dict[str, Any]) -> dict[str, Any]:
-    def progress(*figures: Any) -> None:
-        _steps.put((index, *figures))
-
-    return job.train(data, progress=progress, **settings)
+    return job.train(data, progress=lambda *figures: _steps.put((index, *figures)), **settings)

@@ -15,7 +15,7 @@ Hardware = Mapping[str, Any]
 def as_begun(job: PlannedRun) -> PlannedRun:
     """Return a run in the precision that it was begun in."""
     begun = begun_run(job.out)
-    return job if begun is None else _in_precision(job, _precision(begun))
+    return job if begun is None else _in_precision(job, begun)
 
 
 def to_train_here(
@@ -40,7 +40,7 @@ def to_train_here(
             waiting.append(job)
             continue
         known = run if finished or "hardware" in run else of_seed
-        jobs.append(_in_precision(job, _precision(known)) if known else job)
+        jobs.append(_in_precision(job, known) if known else job)
     for seed in dict.fromkeys(job.spec.seed for job in waiting):
         count = sum(job.spec.seed == seed for job in waiting)
         on_message(
@@ -64,11 +64,8 @@ def _first_of_seeds(finals: Sequence[PlannedRun], begun: Mapping[Path, dict[str,
     return dict(reversed(runs))
 
 
-def _in_precision(job: PlannedRun, precision: str) -> PlannedRun:
-    return PlannedRun(replace(job.spec, precision=precision), job.out, job.initial)
-
-
-def _precision(begun: Mapping[str, Any]) -> str:
-    """Of a record, or of a specification."""
+def _in_precision(job: PlannedRun, begun: Mapping[str, Any]) -> PlannedRun:
+    """A run in the precision of a record, or of a specification."""
     precision = begun["precision"]
-    return precision["choice"] if isinstance(precision, dict) else precision
+    choice = precision["choice"] if isinstance(precision, dict) else precision
+    return PlannedRun(replace(job.spec, precision=choice), job.out, job.initial)

@@ -123,8 +123,7 @@ class Scorer:
 
     def _generate(self, model: Any, count: int, **options: Any) -> Tensor:
         """The start of the first text and so many greedy tokens, [1, length]."""
-        prompt = torch.from_numpy(self.texts[0][0].tokens[: self.prompt].astype("int64"))[None]
-        prompt = prompt.to(next(model.parameters()).device)
+        prompt = torch.from_numpy(self.texts[0][0].tokens[: self.prompt].astype("int64"))[None].to(model.device)
         model.generation_config = GenerationConfig(pad_token_id=0)  # without what the checkpoint asks for
         return model.generate(prompt, max_new_tokens=count, do_sample=False, **options)
 
@@ -137,25 +136,23 @@ def decode_speeds(
 
     What these tokens were makes no difference, so random numbers stand in the cache and no prompt is read.
     """
-    decoders, speeds = [], [list[float]() for _ in ways]
+    decoders = []
     for model, precision in ways:
         decoder = Decoder(model, cache_bits=precision)
         decoder.cache = allocate_cache(model.config, context + (rounds + 1) * new_tokens, precision)
         _fill(decoder.cache, model.config, context, next(model.parameters()))
         decoders.append(decoder)
-    for _ in range(rounds + 1):
-        for (model, _), decoder, found in zip(ways, decoders, speeds, strict=True):
-            found.append(new_tokens / _seconds(decoder, next(model.parameters()), new_tokens))
-    return [found[1:] for found in speeds]  # the first round compiles what is compiled
+    turns = [[new_tokens / _seconds(decoder, new_tokens) for decoder in decoders] for _ in range(rounds + 1)]
+    return [list(speeds) for speeds in zip(*turns[1:], strict=True)]  # the first round compiles what is compiled
 
 
-def _seconds(decoder: Decoder, like: Tensor, steps: int) -> float:
+def _seconds(decoder: Decoder, steps: int) -> float:
     """Return the seconds that so many steps of one sequence take."""
-    token = like.new_zeros(1, dtype=torch.long)
+    token = torch.zeros(1, dtype=torch.long, device=decoder.model.device)
     started = time.perf_counter()
     for _ in range(steps):
         token = decoder.step(token).argmax(-1)
-    if like.device.type != "cpu":
+    if token.device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - started
 
