@@ -140,21 +140,19 @@ def _search(lr_grid: str | None, grid_steps: int | None, recipe: RecipeOptions) 
 
 def train_with_display(comparison: "Comparison", data: Any, out: Path, **options: Any) -> None:
     """Run a comparison with a bar for every run; `options` are those of `run_comparison`."""
-    from ..compare.comparison import PlannedRun, Update, run_comparison
+    from ..compare.comparison import Update, run_comparison
     from ..progress import training_display
-
-    def label(job: PlannedRun) -> str:
-        role = f" lr {job.spec.recipe.learning_rate:g}" if job.spec.role == "grid" else ""
-        return f"{job.spec.name}{role} seed {job.spec.seed}"
 
     with training_display() as display:
 
         def on_update(update: Update) -> None:
-            job, steps = update.job, update.job.spec.recipe.steps
+            spec, steps = update.job.spec, update.job.spec.recipe.steps
+            role = f" lr {spec.recipe.learning_rate:g}" if spec.role == "grid" else ""
+            label = f"{spec.name}{role} seed {spec.seed}"
             if update.record is not None:
-                display.finish(label(job), steps, outcome(update.record))
+                display.finish(label, steps, outcome(update.record))
             else:
-                display.update(label(job), update.step, steps, update.loss, update.tokens_per_second)
+                display.update(label, update.step, steps, update.loss, update.tokens_per_second)
 
         run_comparison(
             comparison,

@@ -165,11 +165,8 @@ class Comparison:
             sampled = [(i * width, width - 1) for i in range(len(rows))]
             calibration, _ = window_losses(model, rows.reshape(-1), sampled, width - 1, batch_size=1)
             evaluation, _ = window_losses(model, self.text.tokens, windows, windows[0][1], batch_size=1)
-        bytes_per_token = data.bytes_per_token, self.text.bytes / len(self.text.tokens)
-        first, second = (
-            losses.mean().item() / math.log(2) / size
-            for losses, size in zip((calibration, evaluation), bytes_per_token, strict=True)
-        )
+        first = calibration.mean().item() / math.log(2) / data.bytes_per_token
+        second = evaluation.mean().item() / math.log(2) / (self.text.bytes / len(self.text.tokens))
         # A mixture's kinds are its owner's choice.
         if not data.parts and not 1 / DOMAIN_FACTOR <= first / second <= DOMAIN_FACTOR:
             terminal.print(

@@ -53,8 +53,7 @@ def eliminate(
     from .eliminating import eliminate_and_certify
 
     request = parse_request(remove, layer, max_condition=max_condition, balance=not plain)
-    form = {"dtype": as_dtype(dtype), "stock": format == "stock", "family": family}
-    eliminate_and_certify(source, out, request, text, **form)
+    eliminate_and_certify(source, out, request, text, dtype=as_dtype(dtype), stock=format == "stock", family=family)
 
 
 def verify(

@@ -104,9 +104,8 @@ def _print_answer(decoder: Decoder, tokenizer: Any, prompt: str, options: Answer
     assert decoder.cache is not None
     new, seconds = output.shape[1] - length, time.perf_counter() - start
     held, allocated = token_bytes(decoder.cache), cache_bytes(decoder.cache)
-    cache = f"KV cache {held:,} bytes of tokens in {allocated:,} allocated"
-    if decoder.cache_bits.quantized:
-        cache += f", in {decoder.cache_bits.name}"
+    bits = f", in {decoder.cache_bits.name}" if decoder.cache_bits.quantized else ""
+    cache = f"KV cache {held:,} bytes of tokens in {allocated:,} allocated{bits}"
     terminal.print(f"{new:,} new tokens, {new / seconds:,.1f} tokens/s, {cache}", style="dim")
 
 

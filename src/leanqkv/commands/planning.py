@@ -27,7 +27,13 @@ def show_plans(names: Sequence[str], changes: RecipeOptions, machine: MachineOpt
             how = {**vars(options), "context_length": context}
             plans[name] = plan_run(config, recipe(name, **changed(changes)), device=device, **how)
             bar(done + 1, len(names))
-    _print(plans, device, options.devices, options.utilization)
+    title = f"{options.devices} devices of {device.flops / 1e12:,.0f} TFLOP/s and {device.memory / 1e9:,.0f} GB at "
+    table = Table("", title=f"{title}{options.utilization:.0%} of their peak")
+    for name in plans:
+        table.add_column(name, justify="right")
+    for row in zip(*(_rows(plan) for plan in plans.values()), strict=True):
+        table.add_row(row[0][0], *(value for _, value in row))
+    console.print(table)
 
 
 def _device(machine: MachineOptions) -> Accelerator:
@@ -37,20 +43,9 @@ def _device(machine: MachineOptions) -> Accelerator:
         LeanError: one that is not known.
     """
     name, flops, memory = machine.accelerator, machine.flops, machine.memory
-    if name not in ACCELERATORS:
+    if (known := ACCELERATORS.get(name)) is None:
         raise LeanError(f"`accelerator` is {name!r}; give {' or '.join(ACCELERATORS)}, or `flops` and `memory`")
-    known = ACCELERATORS[name]
     return Accelerator(flops or known.flops, known.memory if memory is None else memory * 1e9)
-
-
-def _print(plans: dict[str, RunPlan], device: Accelerator, devices: int, utilization: float) -> None:
-    title = f"{devices} devices of {device.flops / 1e12:,.0f} TFLOP/s and {device.memory / 1e9:,.0f} GB at "
-    table = Table("", title=f"{title}{utilization:.0%} of their peak")
-    for name in plans:
-        table.add_column(name, justify="right")
-    for row in zip(*(_rows(plan) for plan in plans.values()), strict=True):
-        table.add_row(row[0][0], *(value for _, value in row))
-    console.print(table)
 
 
 def _rows(plan: RunPlan) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """What `leanqkv train` and `uptrain` do."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from ..train.training import check_trackers, read_teacher
 from ..train.training import train as train_run
 from .options import DataOptions, RecipeOptions, RunOptions, TeacherOptions, TextOptions, changed, outcome, prepare
 
-NO_TEACHER = TeacherOptions()
 # Nats that a run's training loss may rise without a word.
 ALARMING_RISE = 1.0
 
@@ -43,7 +42,7 @@ class Start:
     """
 
     checkpoint: Path | None = None
-    learns: TeacherOptions = NO_TEACHER
+    learns: TeacherOptions = field(default_factory=TeacherOptions)
     remove_norms: bool = False
 
 
