@@ -102,6 +102,13 @@ def test_published_rows_are_paired_as_ours(suite):
             assert all(isinstance(text, str) for text in table.printed.values()), "a float has lost its last zeros"
 
 
+def test_rates_that_are_searched_are_no_difference_of_recipes():
+    """Every model is tried with each of them, and falls to the same."""
+    asked = replace(choose(["tiny", "tiny+skipv1"], None, None), recipe={"min_learning_rate": 4e-5})
+    assert asked.recipe_differences == ["the share of its peak that the learning rate falls to (0.006667, 0.01333)"]
+    assert replace(asked, learning_rates=(2e-3, 8e-3)).recipe_differences == []
+
+
 def test_a_misspelled_field_of_a_suite_is_not_ignored(tmp_path):
     good = "title: t\nsource: ours\nscales: {tiny: {seeds: 1, groups: [{base: tiny, entries: [{}, {add: +skipv1}]}]}}\n"
     file = tmp_path / "mine.yaml"
