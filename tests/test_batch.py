@@ -113,6 +113,23 @@ def test_an_error_ends_its_own_row():
     assert [found[row][:-1] for row in given[2:]] == expected[2:]
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("fields", SHAPES, ids=str)
+@pytest.mark.parametrize("failing", range(len(NEW)))
+def test_an_error_at_a_later_token_ends_its_own_row(failing, fields, bits):
+    """Also of the longest row, by which the others are padded."""
+
+    def fail():
+        raise RuntimeError("scores that are not finite")
+
+    decoder = Decoder(build("llama", **fields), cache_bits=bits)
+    expected, given = alone(decoder), rows(decoder)
+    given[failing].warpers = lambda before, scores: fail() if len(given[failing].tokens) > 1 else scores
+    found = run(Scheduler(decoder, 10**6), given)
+    others = [row for number, row in enumerate(given) if number != failing]
+    assert [found[row] for row in others] == [expected[number] for number in range(len(NEW)) if number != failing]
+
+
 @pytest.mark.parametrize("fails", ["join", "begin"])
 def test_an_error_between_batches_ends_the_rows_it_is_of_and_no_others(fails, monkeypatch):
     """Such as missing memory, of which two caches that become one take most."""

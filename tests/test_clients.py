@@ -126,7 +126,21 @@ EXITS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "source in the third layer": (("skipv3",), {}),  # no model of two layers has that
     "windows": (("yoco:local=true",), {"sliding_window": 4}),  # in other layers than in a model of two
     "late windows": ((), {"sliding_window": 4, "window_layers": [3]}),
+    "prefix": ((), {"mask_type": "prefix"}),
 }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_draft_has_the_prefix_of_the_prompt(seed: int) -> None:
+    """It reads the prompt's last token again where the first one that it drafted was refused."""
+    model, draft = (build(mask_type="prefix").double() for _ in range(2))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    expected = model.generate(IDS[:1], max_new_tokens=12, do_sample=False)
+    for given in ({}, {"prefix_mask": torch.ones_like(IDS[:1])}):
+        found = model.generate(IDS[:1], max_new_tokens=12, do_sample=False, assistant_model=draft, **given)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("what", EXITS)

@@ -117,7 +117,7 @@ def test_a_window_is_moved_within_its_memory(mechanisms, length):
     assert_near(torch.stack(found, dim=1), expected[:, length - 1 : -1], 1e-4)
     assert len(memory) < 170  # not new memory for every step
     kept, rest = decoder.cache, ids[1:, -1]
-    keep_rows(kept, torch.tensor([1]), 0)
+    keep_rows(kept, torch.tensor([1]), kept.get_seq_length())
     let_grow(kept)
     assert_near(decoder.step(rest), expected[1:, -1], 1e-4)
 

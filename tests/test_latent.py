@@ -18,6 +18,7 @@ CASES = [
     ("llama", ("mla", "resformer:mode=per_layer"), {}),
     ("llama", ("mla", "yoco"), {"num_hidden_layers": 4}),
     ("llama", ("mla", "cla-v", "identity-query"), {}),
+    ("llama", ("mla", "identity-query"), {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
 ]
 
 

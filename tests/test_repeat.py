@@ -117,7 +117,7 @@ def changed(decoder: Decoder, between: str) -> Tensor:
         if number in (5, 10):
             if between == "rows":
                 token = token[:1]
-                keep_rows(decoder.cache, torch.tensor([0]), padding=0)
+                keep_rows(decoder.cache, torch.tensor([0]), decoder.cache.get_seq_length())
             if between == "prompt":
                 found.append(decoder.prefill(prompt + number, room=30))
             if between == "weights":

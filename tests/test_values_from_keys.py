@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,11 @@ def as_given(rows: list[list[int]], form: str, length: int) -> Tensor:
     return seen if form == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
 
 
+def of_tokens(past: Any) -> Any:
+    """A cache of so many tokens."""
+    return SimpleNamespace(get_seq_length=lambda: past)
+
+
 @pytest.mark.parametrize("form", ["2-D", "bool", "additive"])
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("length", [PAST + NEW, 9])
@@ -147,7 +153,7 @@ def test_history_is_that_of_a_loop(padding: str, form: str, length: int, past: A
         masks = (mask, None) if not by_mask or padding == "no padding" else (mask,)
         for positions in (new, new[:1]) if not by_mask else (new,):
             for given in masks:
-                found = history_positions(positions, given, past, length)
+                found = history_positions(positions, given, of_tokens(past), length)
                 assert found.shape[1] == length and found.min() >= 0 and found.max() <= new.max()
                 real = torch.tensor(rows).bool()
                 found = found[:, : PAST + NEW].expand(2, -1)
@@ -159,7 +165,7 @@ def test_history_is_that_of_a_loop(padding: str, form: str, length: int, past: A
 def test_other_positions_are_refused(found: list[list[int]], padding: str | None) -> None:
     mask = None if padding is None else torch.tensor(MASKS[padding])
     with pytest.raises(ValueError, match="cached keys are turned when they are read") as caught:
-        history_positions(torch.tensor(found), mask, PAST, PAST + NEW)
+        history_positions(torch.tensor(found), mask, of_tokens(PAST), PAST + NEW)
     assert str(caught.value).endswith(f"; found {found[0]} behind 4 tokens") and "\n" not in str(caught.value)
 
 
@@ -172,6 +178,27 @@ def test_a_first_call_has_no_history() -> None:
         assert_near(output.logits, whole(model, ids[:, :4], **given), EXACT)
         with pytest.raises(ValueError, match=r"found \[10, 11\] behind 4 tokens"):
             model(ids[:, 4:], position_ids=torch.tensor([[10, 11]]), past_key_values=output.past_key_values)
+
+
+WAYS = {  # positions of a prompt of four tokens, the first of them padding, and of two behind it, or None
+    "its own, then slots": ([3, 1, 7, 9], None),
+    "over the mask, then slots": ([0, 0, 1, 2], None),
+    "slots, then over the mask": (None, [3, 4]),
+}
+
+
+@pytest.mark.parametrize("case", ["grouped", "keys before rotary positions"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_that_were_counted_in_another_way_are_refused(case: str, kind: str, way: str) -> None:
+    """The positions of new tokens do not tell those of the cached ones."""
+    model, ids, mask = build(case), tokens(1, 6), torch.tensor([[0, 1, 1, 1, 1, 1]])
+    model.set_attn_implementation("eager")
+    prompt, new = (None if given is None else torch.tensor([given]) for given in WAYS[way])
+    cache = CACHES[kind](model.config)
+    with torch.no_grad(), pytest.raises(ValueError, match="cached keys are turned when they are read"):
+        model(ids[:, :4], attention_mask=mask[:, :4], position_ids=prompt, past_key_values=cache)
+        model(ids[:, 4:], attention_mask=mask, position_ids=new, past_key_values=cache)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

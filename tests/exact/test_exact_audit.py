@@ -7,6 +7,7 @@ import torch
 from exact_models import (
     BIASES,
     SKIPLESS,
+    build,
     elements,
     logits,
     random_config,
@@ -68,6 +69,15 @@ def test_models_with_norms_are_less_than_a_hundredth_redundant(family: str, shap
     ways = by_name(FAMILIES[family].lean_config(shape if family == "gpt2" else large | shape))
     assert {remove for remove, finding in ways.items() if finding.applies} == {"block-diagonal"}
     assert f"{ways['block-diagonal'].share:.2%}" == share
+
+
+def test_a_key_that_is_partly_an_identity_is_left_as_it_is() -> None:
+    """In one layer: others are eliminated as `inspect` says."""
+    key = [{"type": "block_identity", "width": 2, "layers": [1]}]
+    config = small(norm_type="rmsnorm", head_dim=8, num_attention_heads=2, hidden_size=24, key=key)
+    finding = by_name(config)["block-diagonal"]
+    eliminated = eliminate(build(config, weights(config)), "block-diagonal")
+    assert finding.applies and finding.saves == count_parameters(config).total - eliminated.model.num_parameters()
 
 
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 6), (3, 1, 12), (6, 3, 4)])

@@ -125,9 +125,11 @@ class Comparison(RunSettings):
     @property
     def recipe_differences(self) -> list[str]:
         """In what the recipes of a group's entries differ beside the peak of the learning rate."""
-        rate = {"learning_rate": self.learning_rates[0]} if self.learning_rates else {}  # all are tried with the same
+        asked = dict(self.recipe)
+        if self.learning_rates:  # all are tried with the same
+            asked["learning_rate"] = self.learning_rates[0]
         groups = [[entry for entry in group if entry.uptrain is None] for group in self.groups]
-        return recipe_differences([vars(entry.full_recipe(self.recipe | rate)) for entry in group] for group in groups)
+        return recipe_differences([vars(entry.full_recipe(asked)) for entry in group] for group in groups)
 
     @property
     def runs(self) -> int:

@@ -102,9 +102,11 @@ def change_heads(
         class_of, block, change = changes[name]
         by_columns = name.endswith("o_proj.weight")
         rows = tensors[name].T if by_columns else tensors[name]
+        wanted = [bases.get(class_of[block, head]) for head in range(len(rows) // config.head_dim)]
+        if not any(basis is not None for basis in wanted):
+            return tensors[name]  # as of a key that is partly an identity, whose rows are not those of whole heads
         heads = rows.double().reshape(-1, config.head_dim, *rows.shape[1:]).clone()
-        for head in range(len(heads)):
-            basis = bases.get(class_of[block, head])
+        for head, basis in enumerate(wanted):
             if basis is not None:
                 part = heads[head, -width:]
                 part.copy_(change(basis, part.reshape(width, -1).T).T.view_as(part))

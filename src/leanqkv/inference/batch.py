@@ -178,11 +178,10 @@ class Batch:
         return events
 
     def _keep(self, numbers: list[int]) -> None:
-        before = max(row.length for row in self.rows)
         self.rows = [self.rows[number] for number in numbers]
         if self.rows:
-            padding = before - max(row.length for row in self.rows)
-            keep_rows(self._decoder.cache, torch.tensor(numbers, device=self._device), padding)  # type: ignore[arg-type]
+            longest = max(row.length for row in self.rows)
+            keep_rows(self._decoder.cache, torch.tensor(numbers, device=self._device), longest)  # type: ignore[arg-type]
             self._decoder.mask = self._mask()
 
     def _mask(self) -> Tensor | None:

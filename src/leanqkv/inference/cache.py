@@ -376,10 +376,9 @@ def let_grow(cache: Cache) -> None:
             layer.grows = True
 
 
-def keep_rows(cache: Cache, rows: Tensor, padding: int) -> None:
-    """Keep the sequences `rows` alone, without their first `padding` tokens."""
+def keep_rows(cache: Cache, rows: Tensor, length: int) -> None:
+    """Keep the sequences `rows` alone, with their last `length` tokens."""
     for layer in _in_use(cache):
-        length = layer.get_seq_length() - padding
         if isinstance(layer, QuantizedLayer):
             layer.batch_select_indices(rows)
         else:

@@ -81,19 +81,26 @@ class LeanForCausalLM(LeanHeadModel, GenerationMixin):
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As in transformers; a model with `mask_type` "prefix" takes the prompt for its prefix."""
-        if self.config.mask_type == "prefix" and kwargs.get("prefix_mask") is None:
-            prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
-            prompt = next((given for given in prompts if given is not None), None)
-            if prompt is not None:
-                mask = kwargs.get("attention_mask")
-                every_token = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
-                kwargs["prefix_mask"] = every_token if mask is None else mask
+        if self.config.mask_type == "prefix":
+            self._set_prefix(inputs, generation_config, kwargs)
         self._make_cache(generation_config, kwargs)
         layers = self.config.num_hidden_layers
         try:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.config.num_hidden_layers = layers  # transformers sets it for an early exit, and leaves it after errors
+
+    @staticmethod
+    def _set_prefix(inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+        prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
+        prompt = next((given for given in prompts if given is not None), None)
+        if kwargs.get("prefix_mask") is None and prompt is not None:
+            mask = kwargs.get("attention_mask")
+            every_token = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+            kwargs["prefix_mask"] = every_token if mask is None else mask
+        if getattr(generation_config, "is_assistant", False) and (cache := kwargs.get("past_key_values")) is not None:
+            # A draft reads the end of its prefix again, which sees all of it in any case.
+            kwargs["prefix_mask"] = kwargs["prefix_mask"][:, : cache.get_seq_length()]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse `generate_batch`, whose cache has one shape for keys and values of all layers."""

@@ -369,6 +369,8 @@ class LeanConfig(PreTrainedConfig):
                 "rotary positions need an even number of dimensions, head_dim * partial_rotary_factor (with a latent "
                 f"qk_rope_head_dim); found {rotated} of {self.rotary_head_dim}"
             )
+        if kind == "dynamic" and rotated < 4:
+            raise ConfigError(f"{field}: rope_type 'dynamic' needs 4 rotated dimensions or more, found {rotated}")
         defaults = {"original_max_position_embeddings": self.max_position_embeddings}
         for name in ROPE_SCALING.get(kind, ()):
             if not _is_positive(value := parameters.get(name, defaults.get(name))):

@@ -4,12 +4,12 @@ Su et al. 2021, https://arxiv.org/abs/2104.09864
 """
 
 import math
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
@@ -56,8 +56,10 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config, field: str = "rope_parameters"):
         super().__init__()
         # transformers' functions know one head_dim and one set of parameters.
-        self.config = copy(config)
-        self.config.__dict__ |= {"head_dim": config.rotary_head_dim, "rope_parameters": getattr(config, field)}
+        self.config: Any = PreTrainedConfig()
+        sizes = {name: getattr(config, name) for name in ("hidden_size", "num_attention_heads")}
+        sizes |= {"head_dim": config.rotary_head_dim, "max_position_embeddings": config.max_position_embeddings}
+        self.config.__dict__ |= {**sizes, "rope_parameters": getattr(config, field)}
         self.rope_type = self.config.rope_parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         inv_freq, self.attention_scaling = self.frequencies()
@@ -109,19 +111,21 @@ def check_history(config, past: int | Tensor, new: int) -> None:
         )
 
 
-def history_positions(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor, length: int) -> Tensor:
+def history_positions(position_ids: Tensor, attention_mask: Tensor | None, cache: Any, length: int) -> Tensor:
     """The rotary positions of a cache's tokens, [1 or batch, length], which no cache keeps.
 
-    Tokens are counted on through the cache, or, as `generate` counts where prompts are padded, the real ones alone.
+    Tokens are counted on through the cache, or, as `generate` counts where prompts are padded, the real ones alone. In
+    which of these ways all tokens so far were, is noted at the cache as `counted`.
 
     Args:
-        position_ids: [1 or batch, positions], of the tokens behind `past` others.
+        position_ids: [1 or batch, positions], of the tokens behind those of the cache.
         attention_mask: [batch, past + positions], 1 for real tokens, or as transformers hands it out for all heads,
             [batch, 1, positions, length].
 
     Raises:
         ValueError: the tokens are counted in neither way; a RuntimeError where this is compiled.
     """
+    past = cache.get_seq_length()
     slots = torch.arange(length, device=position_ids.device)[None]
     new = past + torch.arange(position_ids.shape[1], device=position_ids.device)
     by_slot = (position_ids == new).all()
@@ -137,10 +141,14 @@ def history_positions(position_ids: Tensor, attention_mask: Tensor | None, past:
         "cached keys are turned when they are read, and so need position_ids that are counted on from the cache, or "
         "over the attention_mask's tokens"
     )
+    if torch.compiler.is_compiling() or past > 0:
+        earlier = getattr(cache, "counted", (True, True))
+        by_slot, by_mask = by_slot & earlier[0], by_mask & earlier[1]
     if torch.compiler.is_compiling():
         torch._assert_async(by_slot | by_mask, needed)
         return torch.where(by_slot, slots, counted)
-    if by_slot or by_mask:
+    cache.counted = by_slot, by_mask
+    if by_slot or by_mask or length == position_ids.shape[1]:
         return slots if by_slot else counted
     raise ValueError(f"{needed}; found {position_ids[0, :4].tolist()} behind {int(past)} tokens")
 

@@ -285,11 +285,10 @@ class LeanModel(LeanPreTrainedModel):
         if self.plan.turns_keys_in is None or past_key_values is None:
             return None
         length, _ = past_key_values.get_mask_sizes(position_ids.shape[1], self.plan.turns_keys_in)
-        if length == position_ids.shape[1]:
-            return None
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask[None]  # a layer that turns keys has no window
-        return history_positions(position_ids, attention_mask, past_key_values.get_seq_length(), length)
+        positions = history_positions(position_ids, attention_mask, past_key_values, length)
+        return None if length == position_ids.shape[1] else positions
 
     def layers_to_run(self) -> tuple[LayerPlan, ...]:
         """The layers of the plan; the first `config.num_hidden_layers` of them for an early exit.
