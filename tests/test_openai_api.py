@@ -13,6 +13,8 @@ from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 from leanqkv import LeanForCausalLM
+from leanqkv.inference.batch import Row
+from leanqkv.inference.openai_api import Choice, _read_message
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,23 @@ def test_prompts_as_lists(api):
         assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
         assert answer.usage.prompt_tokens == sum(map(len, tokens))
     assert complete(api, texts[:1]).choices == complete(api, tokens[0]).choices == complete(api, texts[0]).choices
+
+
+def test_a_message_may_have_a_name():
+    """Which its template may write; other fields without a value are those that clients repeat."""
+    message = {"role": "user", "content": "a", "name": "ann", "refusal": None, "tool_calls": []}
+    assert _read_message(message) == {"role": "user", "content": "a", "name": "ann"}
+
+
+def test_a_token_that_ends_an_answer_has_no_text():
+    """Even where the tokenizer does not count it among the special ones."""
+    words = {5: "some", 7: "end"}
+    text = SimpleNamespace(add=words.get, finish=lambda: "", stopped=False)
+    row = Row(torch.tensor([1]), 4, ends=[7])
+    choice = Choice(0, row, text)
+    row.tokens, row.ended = [5, 7], True
+    assert "".join(choice.take(token)[0] for token in (5, 7, None)) == "some"
+    assert (choice.new_tokens, choice.finish_reason) == (2, "stop")
 
 
 def test_several_answers(api):

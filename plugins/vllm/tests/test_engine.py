@@ -212,7 +212,22 @@ def test_a_seed_decides(tmp_path: Path) -> None:
         return [list(one.outputs[0].token_ids) for one in llm.generate(given, parameters, use_tqdm=False)]
 
     with engine(tmp_path) as llm:
-        assert sampled(llm, 1) == sampled(llm, 1) != sampled(llm, 2)
+        once = sampled(llm, 1)
+        assert once == sampled(llm, 1) != sampled(llm, 2)
+    with engine(tmp_path, max_num_batched_tokens=32) as llm:  # of longer prompts, beside others that sample
+        assert sampled(llm, 1) == sampled(llm, 1) == once
+
+
+@pytest.mark.parametrize("vocabulary, shared", [(128, True), (97, False)])
+def test_a_tied_head_is_the_embedding(vocabulary: int, shared: bool, tmp_path: Path) -> None:
+    """Where vLLM's has as many rows: it fills these up."""
+    model = saved("gqa+skipv1", tmp_path, vocab_size=vocabulary, tie_word_embeddings=True)
+    prompts = prompts_of_uneven_length(vocabulary, 2, 20)
+    with engine(tmp_path) as llm:
+        held = core_of(llm).model_executor.driver_worker.worker.model_runner.model
+        embedding, head = held.model.get_input_embeddings().weight, held.lm_head.weight
+        assert (embedding.data_ptr() == head.data_ptr()) == shared
+        assert generate(llm, prompts, 8) == expected(model, prompts, 8)
 
 
 def test_text_ends_at_a_stop_string(tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ class Choice:
 
     def take(self, token: int | None) -> tuple[str, list[Score]]:
         """Return the text and the scores that a token adds, or None as the end of them all."""
-        piece = self.echo + (self.text.finish() if token is None else self.text.add(token))
+        piece = self.echo
+        if token not in self.row.ends:  # such a token has no text, even if it is no special one
+            piece += self.text.finish() if token is None else self.text.add(token)
         self.echo, self.new_tokens = "", self.new_tokens + (token is not None)
         self.ended = token is None or self.text.stopped
         if self.text.stopped or (token is None and self.row.ended):
@@ -289,9 +291,10 @@ def _read_message(message: Any) -> dict[str, str]:
         raise ApiError(
             400, f"the role of a message is one of {', '.join(ROLES)}, found {role!r:.100}", param="messages"
         )
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise unsupported(name)
+    named = {"name": name} if isinstance(name := message.get("name"), str) and name else {}
+    for unknown, value in message.items():
+        if value and unknown not in ("role", "content", *named):
+            raise unsupported(unknown)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ApiError(400, f"content is a string or a list of parts, found {content!r:.100}", param="messages")
@@ -302,4 +305,4 @@ def _read_message(message: Any) -> dict[str, str]:
             raise ApiError(400, f"the text of a part is a string, found {part.get('text')!r:.100}", param="messages")
     # OpenAI's newer name for the system's messages, which templates do not know.
     role = "system" if role == "developer" else role
-    return {"role": role, "content": " ".join(part["text"] for part in parts)}
+    return {"role": role, "content": " ".join(part["text"] for part in parts), **named}

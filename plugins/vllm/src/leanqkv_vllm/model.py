@@ -29,6 +29,7 @@ from .linear import use_products
 from .pages import Group, make_groups
 from .parallel import Shards, rank_config, reduce_outputs
 from .refusals import cache_bits, refusal, settings_refusal
+from .seeds import keep_seeds
 from .step import PlainBackend
 
 
@@ -106,6 +107,8 @@ class LeanForCausalLM(nn.Module):
         if reason := paged.precision_refusal(vllm_config, self.kernel, why):
             raise ValueError(f"leanqkv-vllm: {reason}")
         config._attn_implementation = paged.IMPLEMENTATION
+        if current_platform.is_cpu():
+            keep_seeds(import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner)
         self.model = CompiledModel(vllm_config=vllm_config, prefix=prefix, lean_config=config)
         self.model.requires_grad_(False).eval()
         self.shard = Shards(self.config, self.ranks, get_tensor_model_parallel_rank()) if self.ranks > 1 else None
@@ -172,6 +175,9 @@ class LeanForCausalLM(nn.Module):
         wanted = {name for name, _ in self.named_parameters()}
         if missing := wanted - AutoWeightsLoader(self).load_weights(with_head()):
             raise ValueError(f"leanqkv-vllm: the checkpoint has no tensor {min(missing)}")
+        embedding = self.model.get_input_embeddings().weight
+        if self.config.tie_word_embeddings and embedding.shape == self.lm_head.weight.shape:
+            self.lm_head.weight = embedding  # else the head has rows more, up to a multiple that kernels like
         if self.kernel is not None and self.model.rotary_emb is not None:
             like = self.model.get_input_embeddings().weight.new_empty(0)
             self.model.rotary_emb = RotaryTables(self.model.rotary_emb, self.positions, like)

@@ -70,10 +70,10 @@ def settings_refusal(config: Any, vllm_config: Any) -> str | None:
 
     longest, limit = vllm_config.model_config.max_model_len, config.cached_positions
     if limit is not None and longest > limit:
-        return (
-            f"rotary positions are others beyond {limit} tokens, and cached keys would be wrong; found max_model_len "
-            f"{longest}, give --max-model-len {limit} or less"
-        )
+        learned = config.position_embedding_type == "learned"
+        turned = f"rotary positions are others beyond {limit} tokens, and cached keys would be wrong"
+        reason = f"the model has {limit} positions" if learned else turned
+        return f"{reason}; found max_model_len {longest}, give --max-model-len {limit} or less"
     if vllm_config.quant_config is not None:
         return f"quantized weights ({vllm_config.quant_config.get_name()}) are not possible; give unquantized ones"
     bits = cache_bits(vllm_config)
