@@ -51,7 +51,9 @@ def prepared(tmp_path_factory) -> Path:
     content = write_corpus(place / "calibration.txt").read_text()
     (place / "evaluation.txt").write_text("\n".join(reversed(content.splitlines()[:600])))
     config = tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=256, hidden_size=32, num_hidden_layers=2)
-    randomize(LeanForCausalLM(config), std=0.3).save_pretrained(place / "source")
+    model = randomize(LeanForCausalLM(config), std=0.3)
+    model.generation_config.repetition_penalty = 1.9  # which is no part of the likeliest tokens
+    model.save_pretrained(place / "source")
     train_tokenizer(iter([content]), VOCABULARY).save_pretrained(place / "source")
     return place
 
@@ -109,8 +111,9 @@ def test_what_is_measured_is_not_measured_again(measured: Path, unwrapped) -> No
     again = json.loads(removed.read_text())
     assert {**again, "seconds": 0} == {**before, "seconds": 0}
     assert {name: (measured / "points" / name).stat().st_mtime_ns for name in times} == times
-    code, _, errors = unwrapped(*ASKED, "--calibrations", "2", "--out", "out")
-    assert code == 2 and "holds another frontier (calibration: " in errors
+    for other, named in (("--calibrations", "calibration"), ("--contexts", "contexts")):
+        code, _, errors = unwrapped(*ASKED, other, "2", "--out", "out")
+        assert code == 2 and f"holds another frontier ({named}: " in errors
 
 
 def test_a_budget_at_a_length_is_another_frontier_than_one_without(place: Path, unwrapped) -> None:
