@@ -1,8 +1,8 @@
 """Where the tensors that a plan caches lie in vLLM's pages.
 
-A page holds what all layers of a group keep of `block_size` tokens, one tensor after another, and nothing else; so its
-size is that of the plan to the byte, and layers that borrow from each other share a block table. Layers with the same
-sliding window are a group, since vLLM gives back their pages behind the window.
+A page holds what all layers of a group keep of `block_size` tokens, one tensor after another; so its size is that of
+the plan to the byte, unless vLLM fills it up to that of another group. Layers that borrow from each other share a block
+table. Layers with the same sliding window are a group, since vLLM gives back their pages behind the window.
 """
 
 from collections.abc import Sequence
